@@ -7,8 +7,7 @@ from autoshard.api import autoshard
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
-from autoshard.data.parts import weighted_mean
-from autoshard.data.scatter import gather, scatter
+from autoshard.data.scatter import gather, scatter, weighted_mean
 from autoshard.plan.find_plan import find_plan
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.random_state import random_state

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.calls.global_call import placement_leaves
+from autoshard.global_call import placement_leaves
 from autoshard.runtime.attachments import check_original
 from cost_model.checked_arguments import checked_count, checked_path, is_whole, reject, shown
 from cost_model.errors import ProfileError, ShardingError

@@ -98,7 +98,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    from autoshard.profiling.profile_arguments import add_profile
+    from autoshard.profiling.command import add_profile
 
     add_profile(commands, parse_mesh)
 

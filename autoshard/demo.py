@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.profiling.startup import nominal_profile
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan

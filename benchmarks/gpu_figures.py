@@ -38,9 +38,9 @@ from benchmarks.gpu_memory import within_limits
 from benchmarks.gpu_prediction import MODELS, compared
 from benchmarks.step_time import Trainer, in_turns
 from cost_model.collectives import CollectivePrices
+from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.units import format_bytes
 
 CONFIG = GPTConfig(context=1024, width=1024, heads=16, layers=8)
 BATCH = 8

@@ -132,7 +132,7 @@ class DeviceRates:
 @dataclass(frozen=True)
 class Lateness:
     """How late the last rank of a group comes to a collective, by how long the ranks have computed since they last met;
-    measured (`cost_model.measure.overlap_efficiency`).
+    measured (`cost_model.measure.links`).
 
     computing_seconds: of computing since ranks last met, increasing. seconds: by how much longer a collective takes
     behind each than behind the first, which is what collectives are priced with; not falling, from 0 on.

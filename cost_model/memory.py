@@ -165,3 +165,33 @@ def _in_reach(mesh: MeshSpec, axes: Axes) -> int:
     """Other ranks of a group along `axes` in the same machine, where most are: ranks fill machines in their order."""
     ranks = group_ranks(group_shape(mesh, axes))
     return sum(rank <= PEERS_IN_REACH for rank in ranks) - 1
+
+
+def format_bytes(nbytes: int) -> str:
+    """1536 -> "1.54KB": decimal units, as `memory_limit` reads them."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.4g}{unit}"
+
+
+def enough_bytes(nbytes: int) -> str:
+    """As `format_bytes`, rounded up: a `memory_limit` as it is written here is no less than `nbytes`."""
+    last = _last_digit(nbytes)
+    return format_bytes(-(-nbytes // last) * last)
+
+
+def floor_bytes(nbytes: int) -> str:
+    """As `format_bytes`, rounded down: what is written here is no more than `nbytes`."""
+    last = _last_digit(nbytes)
+    return format_bytes(nbytes // last * last)
+
+
+def _last_digit(nbytes: int) -> int:
+    """Bytes of the last of the four digits that are written."""
+    scale = 1
+    while nbytes >= 1000 * scale and scale < 1000**4:
+        scale *= 1000
+    return max(1, scale // 10 ** (4 - len(str(nbytes // scale))))

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from cost_model.errors import ProfileError
-from cost_model.groups import GroupShape, group_ranks, occupancy
-from cost_model.link_model import floor_slope
+from cost_model.groups import GroupShape, floor_slope, group_ranks, occupancy
 from cost_model.measurements import (
     KERNEL_KINDS,
     CollectiveSamples,

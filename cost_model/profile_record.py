@@ -18,11 +18,10 @@ from typing import Annotated, Any, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from cost_model.checked_arguments import checked_path, shown
+from cost_model.checked_arguments import checked_path, parse_json, shown, write_text
 from cost_model.errors import ProfileError
 from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel, Positive
 from cost_model.profile_check import check_profile
-from cost_model.text_files import parse_json, write_text
 
 SCHEMA_VERSION = 2
 

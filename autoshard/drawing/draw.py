@@ -23,9 +23,8 @@ from autoshard.drawing.timeline_svg import (
     timeline_width,
     trace_json,
 )
-from cost_model.checked_arguments import checked_path
+from cost_model.checked_arguments import checked_path, write_text
 from cost_model.errors import PlanError
-from cost_model.text_files import write_text
 from passes.stages.pipeline_timeline import PipelineTimeline
 
 _HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')

@@ -11,7 +11,7 @@ from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
 from autoshard.drawing.memory_curve import curve_svg
 from autoshard.drawing.scene import MARGIN, DrawnEdge, PlacedBox, Scene, make_scene
 from autoshard.drawing.transfer_marks import colour
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 from passes.plan.graph_text import format_seconds
 
 STYLE = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 from passes.plan.graph_text import format_seconds
 
 # Dark enough for white text on them, and told apart in the common forms of colour blindness.

@@ -14,7 +14,7 @@ from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import words_apart
 from autoshard.plan.why_not import Again, Variant
 from cost_model.groups import mesh_occupancies
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 
 RANGE = 16.0
 """How many times slower and faster links are looked at."""

@@ -20,8 +20,7 @@ from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
 from autoshard.plan.plan_origin import Rehearsed, pace_of
 from autoshard.plan.plan_words import stages_words
 from autoshard.plan.stage_schedule import fullest_rank
-from cost_model.memory import communicators
-from cost_model.units import format_bytes
+from cost_model.memory import communicators, format_bytes
 from passes.layout.joined_axes import joined_text
 from passes.plan.graph_text import format_graph, format_seconds, raced_mark
 

@@ -11,8 +11,8 @@ from autoshard.plan.explain_tables import collective_lines, parameter_lines, pri
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import AnyContent, PlanContent
 from cost_model.errors import PlanError
+from cost_model.memory import format_bytes
 from cost_model.timed import Priced
-from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 from passes.plan.records import NodeRecord
 from passes.plan.transfers import Turn

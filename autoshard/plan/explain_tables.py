@@ -10,8 +10,8 @@ from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
 from autoshard.plan.plan_origin import Raced
+from cost_model.memory import format_bytes
 from cost_model.timed import Priced
-from cost_model.units import format_bytes
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
 

@@ -23,8 +23,7 @@ from autoshard.arguments import (
     checked_model,
     optimizer_name,
 )
-from autoshard.calls.global_call import as_call, global_call
-from autoshard.calls.outputs import output_layouts
+from autoshard.global_call import as_call, global_call, output_layouts
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import AnyPlan
 from autoshard.plan.stages_option import Division, checked_schedule, checked_stages

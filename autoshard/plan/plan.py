@@ -27,10 +27,9 @@ from autoshard.plan.plan_file import (
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_origin import PlanOrigin
 from autoshard.plan.why_not import Again, why_not_family, why_not_pinned
-from cost_model.checked_arguments import checked_path, reject
+from cost_model.checked_arguments import checked_path, read_json, reject
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.memory import communicators
-from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.micro_batches.cut_batch import cut_for_stages

@@ -21,9 +21,9 @@ from autoshard.plan.candidates import BEST, Candidate, candidates
 from autoshard.plan.plan import AnyPlan, Plan
 from autoshard.plan.plan_origin import pace_of
 from autoshard.plan.task import Task, search_plan
+from cost_model.checked_arguments import read_json
 from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError, PlanError
-from cost_model.text_files import read_json
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.states.cut_points import users_choice

@@ -12,8 +12,8 @@ from msgspec import Meta, Struct
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_origin import PlanOrigin, Raced, Rehearsed
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
+from cost_model.checked_arguments import Count, Seconds, Text
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import Count, Seconds, Text
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 
 from autoshard.plan.plan_memory import MemoryTimeline
+from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.units import format_bytes
 from passes.plan.records import NodeRecord, OperandRecord, Transfer
 from passes.plan.transfers import Turn
 

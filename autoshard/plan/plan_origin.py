@@ -8,8 +8,8 @@ import torch
 from msgspec import Meta, Struct
 
 from autoshard.version import __version__
+from cost_model.checked_arguments import Seconds, Text
 from cost_model.profile import Profile
-from cost_model.text_files import Seconds, Text
 from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.plan.describe import graph_hash

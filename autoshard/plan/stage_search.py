@@ -20,7 +20,7 @@ from autoshard.plan.stage_tasks import PlannedStage, sending, sending_as_receive
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.units import enough_bytes, format_bytes
+from cost_model.memory import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
 from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph

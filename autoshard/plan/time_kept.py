@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
+from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph
 
 _SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25

@@ -19,6 +19,7 @@ from autoshard.cache_files import write_whole
 from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
+from cost_model.checked_arguments import read_json
 from cost_model.curve import SampledCurve, median
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_shape
@@ -43,7 +44,6 @@ from cost_model.measure.peers import (
 )
 from cost_model.measure.sampling import Series, by_device, mesh_device, sample
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import read_json
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (
     COLD_NBYTES,

@@ -20,9 +20,8 @@ from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones
-from cost_model.checked_arguments import checked_path
+from cost_model.checked_arguments import checked_path, write_text
 from cost_model.errors import PlanError
-from cost_model.text_files import write_text
 from passes.plan.graph_text import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.api import autoshard
 from autoshard.arguments import checked_model
-from autoshard.calls.global_call import as_call
+from autoshard.global_call import as_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.pipeline_report import PipelineReport, Report

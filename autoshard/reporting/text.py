@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from autoshard.reporting.measured import MeasuredCollective, StepFigures
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 from passes.plan.graph_text import format_seconds
 
 _SHOWN = 40

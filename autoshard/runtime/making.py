@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.outputs import Checks
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.call_program import CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
 from autoshard.runtime.devices import in_host_order, local_device
 from autoshard.runtime.executable import Home

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.outputs import Otherwise
+from autoshard.runtime.call_program import Otherwise
 from autoshard.runtime.guards import Guards
 from autoshard.watching.agreement import everyones
 from cost_model.errors import ShardingError

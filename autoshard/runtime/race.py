@@ -28,7 +28,7 @@ from autoshard.runtime.observe import Marks, StageRecorder, unobserved
 from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
 _LEAST_ROUNDS = 5

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import optimizer_name
-from autoshard.calls.global_call import GlobalCall, global_call
-from autoshard.calls.outputs import output_layouts
+from autoshard.global_call import GlobalCall, global_call, output_layouts
 from autoshard.plan.candidates import Candidate
 from autoshard.plan.explain_tables import fallback_lines
 from autoshard.plan.find_plan import canonical_capture, named_parameters

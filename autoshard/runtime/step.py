@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from autoshard.calls.outputs import no_checks
-from autoshard.runtime.call_program import CallGradients, CallProgram
+from autoshard.runtime.call_program import CallGradients, CallProgram, no_checks
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.mesh import MeshSpec

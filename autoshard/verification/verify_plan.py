@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.calls.global_call import as_call
+from autoshard.global_call import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_ends import result_layouts

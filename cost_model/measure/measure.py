@@ -25,8 +25,7 @@ from cost_model.measure.collective_work import (
 from cost_model.measure.host_groups import host_memory_of
 from cost_model.measure.kernel_series import device_rates, device_series, kernel_series, with_kernel_rates
 from cost_model.measure.kernel_work import Attend
-from cost_model.measure.links import fit_links, levels_of
-from cost_model.measure.overlap_efficiency import measure_lateness, overlap_efficiency
+from cost_model.measure.links import fit_links, levels_of, measure_lateness, overlap_efficiency
 from cost_model.measure.peers import (
     Peers,
     Team,

@@ -8,8 +8,7 @@ from statistics import fmean
 
 from cost_model.curve import pooled
 from cost_model.errors import ProfileError
-from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
-from cost_model.link_model import floor_slope
+from cost_model.groups import GroupShape, floor_slope, group_ranks, occupancy, shape_text
 from cost_model.measurements import CollectiveSamples, LinkLevel
 from cost_model.readers.points import Point, Run, refuse
 

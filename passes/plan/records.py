@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from cost_model.text_files import Count, Text, Word
+from cost_model.checked_arguments import Count, Text, Word
 from cost_model.timed import Priced
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.layout import Dim, Layout, ReduceOp
