@@ -96,7 +96,6 @@ def batches(
 
 
 _BATCH = 16
-_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _model(config: GPTConfig, device: str) -> GPT:
 
 
 def _train(model: nn.Module, config: GPTConfig, steps: int, device: str) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     for tokens, targets in batches(config, _BATCH, steps):
         loss = model(tokens.to(device), targets.to(device))

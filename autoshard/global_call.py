@@ -232,11 +232,6 @@ def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return stand_in.requires_grad_(tensor.requires_grad)
 
 
-LARGE_NBYTES = 1 << 20
-"""Beside a loss, an output of more bytes than this stays as the plan has it: 1 MiB, far below the logits of any
-language model and above what a training loop logs."""
-
-
 def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> dict[int, Layout | None]:
     """Layout per tensor output of a call that is not gathered; None where it stays as the plan likes, a DTensor.
 
@@ -284,4 +279,5 @@ def _output_name(path: str, position: int) -> str:
 
 
 def _is_large(value: torch.Tensor) -> bool:
-    return math.prod(value.shape) * value.element_size() > LARGE_NBYTES
+    # 1 MiB is far below the logits of any language model, and above what a training loop logs.
+    return math.prod(value.shape) * value.element_size() > 1 << 20

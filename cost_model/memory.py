@@ -120,8 +120,6 @@ PEER_BYTES = 469_000_000
 """Added for every rank in reach of NVLink with which an all-to-all exchanges messages. The first all-to-all of eight
 H100s took 4.34 - 1.06 GB, over seven peers. [NVIDIA/nccl#1685]"""
 
-PEERS_IN_REACH = 7
-"""Ranks that one is joined to by NVLink in a machine of eight. Those beyond share one buffer. [NVIDIA/nccl#1450]"""
 
 NETWORK_BYTES = 512 << 20
 """The buffer that all messages over a network share. [NVIDIA/nccl#2363]"""
@@ -164,7 +162,8 @@ def reserve_bytes(mesh: MeshSpec, peers: Mapping[Axes, int] | None = None) -> in
 def _in_reach(mesh: MeshSpec, axes: Axes) -> int:
     """Other ranks of a group along `axes` in the same machine, where most are: ranks fill machines in their order."""
     ranks = group_ranks(group_shape(mesh, axes))
-    return sum(rank <= PEERS_IN_REACH for rank in ranks) - 1
+    # NVLink joins a rank to 7 others, in a machine of eight. Those beyond share one buffer. [NVIDIA/nccl#1450]
+    return sum(rank <= 7 for rank in ranks) - 1
 
 
 def format_bytes(nbytes: int) -> str:

@@ -36,9 +36,6 @@ _log = logging.getLogger("autoshard")
 _Next = tuple[tuple[Case, ...], float]
 """What is to be timed next, and for how many seconds."""
 
-MOST_ROUNDS = 3
-"""Of timing, each followed by a plan of the whole call."""
-
 
 class DividedRounds:
     """One task in pieces or in stages, refined. plan, timed: as of `Rounds`.
@@ -73,7 +70,8 @@ class DividedRounds:
 
     def wanted(self) -> tuple[Case, ...]:
         """What is to be timed next, in this order, a few known kernels first; (): nothing."""
-        ended = self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
+        # Each round of timing is followed by a plan of the whole call.
+        ended = self._done or self._rounds >= 3 or self.seconds_left <= 0.0
         known = replace(self._task, timed=self.timed)
         cases = () if ended else cases_of_parts(self.plan, known).untried(self._tried)
         if not cases:

@@ -30,12 +30,6 @@ Budget = Callable[[float, float, int, str], float]
 
 MOST_ROUNDS = 4
 """Searches under timed prices. The second or third seldom finds another plan."""
-FAMILIES_SHARE = 0.2
-"""Of the budget, for the searches of families."""
-SEARCH_SHARE = 0.3
-"""Of the budget, kept for the search that follows timing: the first search, of a cold start, took longer."""
-NEXT_BEST = 2
-"""Plans of the same search that are timed as well."""
 UNCONFIRMED = 0.1
 """Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
 CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
@@ -43,8 +37,6 @@ CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
 ROUGH_GAP = 0.05
 """Of the first search, after which prices change: what it would still prove takes minutes in models of many layers.
 Not within a memory limit, where a plan that is nearly as fast may not fit."""
-HOLDING_SECONDS = 60.0
-"""At least, for the prices of one plan, which is not searched: a graph of 12 layers takes 3."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
 
@@ -80,9 +72,11 @@ class Rounds:
             self.plan = self.plan if seconds else self._proven(self.plan)
         self._first, self._begun = self.plan, time.monotonic()
         self._found = [self.plan]
-        self._kept_for_search = SEARCH_SHARE * seconds
+        # The search that follows timing does not start cold, as the first did.
+        self._kept_for_search = 0.3 * seconds
         self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
-        self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
+        # Searches of families may take a fifth of the budget.
+        self._deadline, self._families_deadline = map(Deadline.after, (seconds, 0.2 * seconds))
         self._done = self._done or not seconds
         if not self._done and self.timed.if_any() is not None:
             self._search()
@@ -160,7 +154,8 @@ class Rounds:
         self._search_seconds = time.monotonic() - begun
         fastest = sorted(known, key=lambda judged: judged.seconds)
         others = [judged for judged in fastest if judged.assignment != plan.assignment]
-        self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
+        # The next best two are timed as well.
+        self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:2]]
         return plan
 
     def _missing(self) -> Cases:
@@ -237,7 +232,8 @@ class Rounds:
         """The plan of these layouts; None: there is none, or no time for it."""
         held = replace(task, narrowing=Narrowing(held=assignment))
         try:
-            return search_plan(held, self._deadline.at_least(HOLDING_SECONDS))
+            # Prices of one plan, without a search: a graph of 12 layers takes 3 seconds.
+            return search_plan(held, self._deadline.at_least(60.0))
         except InfeasibleError:
             return None
 

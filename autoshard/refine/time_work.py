@@ -63,11 +63,6 @@ _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
 """Of all repetitions of a case; two are made at least."""
 _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 """A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
-_NOISIEST = 0.5
-"""Interquartile range over median of the repetitions, from which on a time says more of other work than of the case: of
-two repetitions one took three times as long as the other."""
-_AHEAD = 2
-"""Fused groups that a rank compiles before ranks look at the clock again, and at what others of its host compiled."""
 
 
 def time_work(
@@ -132,7 +127,8 @@ class _Timing:
     def _compiled_ahead(self, groups: list[KernelCase], hosts: Sequence[str]) -> list[KernelCase]:
         """Those that are left when the first few are compiled, each by one rank of a host. hosts: of the ranks."""
         mine = hosts[self.peers.rank]
-        count = _AHEAD * min(map(hosts.count, hosts))
+        # Then ranks look at the clock again, and at what others of their hosts compiled.
+        count = 2 * min(map(hosts.count, hosts))
         first = hosts[: self.peers.rank].count(mine)
         for group in groups[:count][first :: hosts.count(mine)]:
             try:
@@ -179,7 +175,8 @@ class _Timing:
         seconds = len(series) * by_device(_CASE_SECONDS, self.device.type)
         curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
         for one, curve in zip(series, curves, strict=True):
-            if max(curve.spread) > _NOISIEST:
+            # Of two repetitions one took three times as long as the other: that says more of other work.
+            if max(curve.spread) > 0.5:
                 raise _Noisy(f"{one.name}: its repetitions differ by {max(curve.spread):.0%}")
         return curves
 
@@ -188,10 +185,6 @@ def _calls(case: KernelCase) -> int:
     """A guess from the bytes and operations: no rank may decide by its own clock."""
     guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
     return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
-
-
-_SCHEMA_VERSION = 6
-"""Another where kernels or collectives are timed in another way, too."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -244,7 +237,7 @@ def timed_key(
     """machines: by rank, host and device. collectives: what carries them."""
     return {
         **machine_key(machines, spec, collectives),
-        "timed": _SCHEMA_VERSION,
+        "timed": 6,  # another number wherever kernels or collectives are timed in another way
         "software": dict(software_versions(spec.device_type, collectives)),
         "autoshard": __version__,
         "kernels": "op by op" if backend == "eager" else f"fused by {backend}",

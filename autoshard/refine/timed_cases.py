@@ -75,8 +75,6 @@ Case = KernelCase | CollectiveCase
 
 _log = logging.getLogger("autoshard")
 
-LEAST_SHARE = 5e-4
-"""Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
 AGAIN = 3
 """Kernels that are known and timed again: by them what was timed before is compared with what is timed now."""
 
@@ -122,7 +120,8 @@ def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
     program = rank_program(joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh))
     work = step_work(program.usual(), prices, simulated_group_axes)
     known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
-    worth = LEAST_SHARE * candidate.seconds
+    # Collectives are few and their prices the furthest off; kernels are timed from this share of a step on.
+    worth = 5e-4 * candidate.seconds
     kernels = (case for case in work.kernels if case.seconds >= worth and case.key not in known)
     untimed = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes) != "timed"
     collectives = filter(untimed, work.collectives)

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from cost_model.errors import ShardingError
 
-_SHOWN = 4
-
 
 def local_device(mesh: DeviceMesh) -> torch.device:
     """Where this rank's shards live: the CPU, or the process's current device of the mesh's type."""
@@ -124,8 +122,9 @@ def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _some(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    shown = 4
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 _HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"

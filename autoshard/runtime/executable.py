@@ -69,11 +69,6 @@ class SeedStream:
         return twin
 
 
-_OP_BY_OP = 2
-"""Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
-longer than running it. Counted by calls, so that all ranks compile at the same one."""
-
-
 class Programs:
     """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
 
@@ -86,7 +81,9 @@ class Programs:
     def next(self) -> CallProgram:
         """For one more call. A step that has begun with another program ends with that one."""
         self._calls += 1
-        if not self._compiled and self._calls > _OP_BY_OP:
+        # A last, smaller batch comes once an epoch, and compiling it takes longer than running it: a later kind of call
+        # runs op by op twice. Counted by calls, so that all ranks compile at the same one.
+        if not self._compiled and self._calls > 2:
             self._program = self._made(self._backend)
             self._compiled = True
         return self._program

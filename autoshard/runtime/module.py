@@ -42,9 +42,6 @@ class Built(Protocol):
 
 Build = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Built]
 
-_MANY = 8
-"""So many programs for one kind of call are worth a warning: something in the model changes at every call."""
-
 
 class Dispatcher:
     """The installed `forward`: runs the executable made for this kind of call, building it the first time.
@@ -124,7 +121,8 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
         else f"a value comes out otherwise at {otherwise.place}"
     )
     _log.info("the model has changed since this kind of call was planned: %s", reason)
-    if len(known) == _MANY:
+    # With so many programs for one kind of call, something in the model changes at every call.
+    if len(known) == 8:
         _log.warning(
             "%d programs were made for one kind of call, since the model keeps changing: %s\n"
             "  try: pass it as a tensor argument, or keep it in a buffer (register_buffer)",

@@ -33,10 +33,6 @@ from passes.ir.kept_random_state import random_state_kept
 
 _LEAST_ROUNDS = 5
 _NAME, _LEAST_STEPS = "the plan", 3
-_MOST_SHARE = 0.1
-"""Of the time limit, that a rehearsal may take as it is predicted."""
-_MARGIN = 1.25
-"""Room that there must be, over the plan's peak: a rehearsal is no reason to fail."""
 
 _log = logging.getLogger("autoshard")
 
@@ -180,7 +176,8 @@ def is_to_rehearse(plan: AnyPlan, time_limit: float) -> bool:
     timed, or would have been if there had been time for it."""
     seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
     worth = bool(plan.origin.timed) or is_worth_it(plan.step_time)
-    return worth and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
+    # A rehearsal may take a tenth of the time limit, as it is predicted.
+    return worth and plan.rehearsed is None and seconds <= 0.1 * time_limit
 
 
 def rehearsed(call: Call, plan: AnyPlan, made: Made) -> tuple[AnyPlan, Made]:
@@ -190,7 +187,8 @@ def rehearsed(call: Call, plan: AnyPlan, made: Made) -> tuple[AnyPlan, Made]:
     """
     home, track = call.home, Track(call.home.mesh, "a rehearsal")
     # A limit is the plan's, which keeps it here as later; beside it is the model as it was given.
-    if track.room(None) < _MARGIN * plan.peak_memory:
+    # Some room beyond the plan's peak: a rehearsal is no reason to fail.
+    if track.room(None) < 1.25 * plan.peak_memory:
         return plan, made
     with unobserved(home.observers, home.stage_clocks), random_state_kept():
         program = made(home.settings.backend)

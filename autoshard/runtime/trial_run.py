@@ -31,9 +31,6 @@ from passes.ir.joint import GraphInput, JointGraph
 from passes.ir.torch_dtensor import local_of
 from passes.layout.placements import placements_to_layout
 
-_SPREAD = 0.02
-"""Standard deviation of what stands for values that a rank does not have."""
-
 
 class RaceEntry:
     """Runs training steps of a program; nothing of the model, its gradients or its buffers is written.
@@ -143,7 +140,8 @@ def _whole(buffer: Tensor, name: str, device: torch.device) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    return tensor.normal_(0.0, _SPREAD) if tensor.is_floating_point() else tensor.zero_()
+    # Small, as parameters are: it stands for values that this rank does not have.
+    return tensor.normal_(0.0, 0.02) if tensor.is_floating_point() else tensor.zero_()
 
 
 def update_like(model: nn.Module, copies: Sequence[Tensor]) -> torch.optim.Optimizer:

@@ -47,8 +47,6 @@ _TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2,
     torch.float8_e4m3fn: 0.2, torch.float8_e4m3fnuz: 0.2, torch.float8_e5m2: 0.4, torch.float8_e5m2fnuz: 0.4,
 }  # fmt: skip
-_NODE_SLACK = 10.0
-"""An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
 _ROUNDINGS = 16.0
 """An error within so many times of what other roundings of the unsharded graph change is none: ranks add in another
 order, and more often."""
@@ -159,7 +157,8 @@ def verify(
     watcher.attach(graphs)
     with runnable(plan):
         simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
-    return VerifyReport(False, worst, errors, watcher.first(limit * _NODE_SLACK))
+    # An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance.
+    return VerifyReport(False, worst, errors, watcher.first(limit * 10.0))
 
 
 def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:

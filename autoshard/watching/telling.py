@@ -104,10 +104,6 @@ class _Gone:
         raise RuntimeError("the store of the process group is gone")
 
 
-IDLE = 0.5
-_NANOSECONDS = 1e9
-
-
 class Idling:
     """Of one thread of this process, since it was last asked.
 
@@ -124,7 +120,7 @@ class Idling:
         """Whether it neither computed nor stood in the queue for half of the time."""
         asked, wanted = time.monotonic(), self._seconds()
         before, self._asked, self._wanted = (self._asked, self._wanted), asked, wanted
-        return wanted - before[1] < IDLE * (asked - before[0]) and not self._is_queued()
+        return wanted - before[1] < 0.5 * (asked - before[0]) and not self._is_queued()
 
     def _seconds(self) -> float:
         with suppress(OSError, ValueError):
@@ -142,7 +138,7 @@ class Idling:
 def wanted_seconds(schedstat: str) -> float:
     """On a core and in the queue for one: the first two numbers of Linux's /proc/.../schedstat, in nanoseconds."""
     running, queued, *_ = map(int, schedstat.split())
-    return (running + queued) / _NANOSECONDS
+    return (running + queued) / 1e9
 
 
 _THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
@@ -197,8 +193,6 @@ def _stacks() -> str:
 
 
 PERIOD_SECONDS = 0.5
-BEAT_SECONDS = 2.0
-LOOK_SECONDS = 1.0
 
 
 class Telling:
@@ -224,7 +218,8 @@ class Telling:
             self._since = now
             state = replace(state, seconds=0.0)
         stuck = state.inside or state.waits
-        if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else BEAT_SECONDS):
+        # Others judge by two looks of a rank that waits, and by a beat now and then of one that goes on.
+        if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else 2.0):
             self._board.write("state", state)
             self.told, self._told_at = state, now
 
@@ -234,7 +229,7 @@ class Telling:
         idle = self._idling.is_idle()
         inside, seconds = self._turns.inside, time.monotonic() - self._since
         # To look takes half a millisecond, which a loop that goes on is not to pay.
-        looks = idle or seconds >= LOOK_SECONDS
+        looks = idle or seconds >= 1.0
         place, waits = whereabouts(self._main) if looks else ("", "")
         return State(
             self._board.rank,

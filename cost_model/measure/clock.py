@@ -27,9 +27,6 @@ Work = Callable[[], object]
 _AT_ONCE = 16
 """Calls issued while the device is held. A call has some 15 kernels, and a GPU queues about a thousand before its host
 waits."""
-_MARGIN = 2.0
-_LONGEST = 0.1
-"""Seconds of a hold, at most."""
 
 
 class AheadDevice(Protocol):
@@ -66,7 +63,8 @@ def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
     total = 0.0
     for first in range(0, calls, _AT_ONCE):
         count = min(_AT_ONCE, calls - first)
-        device.hold(min(_LONGEST, _MARGIN * issue * (count + 1)))
+        # Twice what issuing took, as it varies; no longer than a tenth of a second.
+        device.hold(min(0.1, 2.0 * issue * (count + 1)))
         work()
         start = device.mark()
         for _ in range(count):

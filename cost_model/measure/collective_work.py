@@ -169,8 +169,6 @@ assert set(_WORK) == set(PLAN_KINDS)
 
 PRODUCTS, _EDGE = 10, 128
 """Float32 products and their edge: 42 million operations, about a millisecond of a core."""
-_LEAST_SHARE = 0.1
-"""The least share of the time of both that is the collective's: noise may leave less of a short one."""
 
 
 class Pause:
@@ -230,7 +228,8 @@ def collective_series(
 def beyond_pause(curve: SampledCurve, pause: SampledCurve) -> SampledCurve:
     """What the collective of a series takes beyond the pause before it."""
     (alone,) = pause.seconds
-    left = lambda seconds: max(seconds - alone, _LEAST_SHARE * seconds)
+    # A tenth of both is the collective's at least: noise may leave less of a short one.
+    left = lambda seconds: max(seconds - alone, 0.1 * seconds)
     spread = zip(curve.spread, curve.medians, strict=True)
     return replace(
         curve,

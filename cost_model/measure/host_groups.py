@@ -35,8 +35,6 @@ _log = logging.getLogger("autoshard")
 _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
 _PREFIX = "autoshard-ranks-"
-_MOST_RANKS = 256
-"""Of a group: of more, a chunk of memory is next to nothing."""
 _TEXT_NBYTES = 256
 """Of what ranks say: a host's name, a folder's."""
 
@@ -50,7 +48,8 @@ def host_memory_of(group: dist.ProcessGroup) -> HostMemory | None:
     All ranks of the group ask at the same collective. At the first one they wait for each other, over gloo.
     """
     if group not in _known:
-        _known[group] = _set_up(group) if 1 < group.size() <= _MOST_RANKS else None
+        # Of more ranks a chunk of memory is next to nothing.
+        _known[group] = _set_up(group) if 1 < group.size() <= 256 else None
     return _known[group]
 
 

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.curve import SampledCurve, median, monotone
 from cost_model.measure.kernel_work import (
-    ATTENTION_PASSES,
-    CONVOLUTION_PASSES,
     LAUNCHES,
     Attend,
     attention_flops,
@@ -75,7 +73,7 @@ _KERNELS = {
         },
         convolution_flops,
         convolution_work,
-        CONVOLUTION_PASSES,
+        3.0,
     ),
     "attention": _Kernel(
         "attention",
@@ -85,7 +83,7 @@ _KERNELS = {
         },
         attention_flops,
         attention_work,
-        ATTENTION_PASSES,
+        3.5,
     ),
     "pooling": _Kernel(
         "max-pooling",
@@ -104,7 +102,7 @@ _KERNELS = {
         },
         convolution_flops,
         convolution_work,
-        CONVOLUTION_PASSES,
+        3.0,
     ),
 }
 

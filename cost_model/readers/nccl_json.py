@@ -21,8 +21,6 @@ from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, chec
 
 VERSIONS = (2, 3, 4)
 
-_HALF = 0.5e-6
-"""Half a unit of the last digit that the C format %lf prints."""
 
 _RESULTS = re.compile(r'(?<!\\)"results"\s*:\s*\[')
 _UNCHANGED = "the file as nccl-tests wrote it, version 3 (-J)"
@@ -58,7 +56,8 @@ class _Entry:
         finite = lambda value: (
             (is_whole(value) or isinstance(value, float)) and 0 <= float(value) < float("inf")
         )
-        return Printed(float(self._checked(field, finite, "a finite number above zero")), _HALF)
+        # The C format %lf prints six digits: half a unit of the last.
+        return Printed(float(self._checked(field, finite, "a finite number above zero")), 0.5e-6)
 
     def _checked(self, field: str, fits: Callable[[Any], bool], what: str) -> Any:
         value = self.data.get(field)
