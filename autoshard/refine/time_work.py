@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import read_json
 from cost_model.curve import SampledCurve, median
 from cost_model.errors import ProfileError
-from cost_model.groups import GroupShape, group_shape
-from cost_model.measure.clock import Clock, clocks
+from cost_model.groups import group_shape
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
     Buffers,
     Pause,
@@ -33,16 +32,13 @@ from cost_model.measure.collective_work import (
     whole_size,
 )
 from cost_model.measure.peers import (
-    Peers,
     Team,
     collective_backend,
     device_name,
     host_name,
     software_versions,
-    teams_of,
-    world_peers,
 )
-from cost_model.measure.sampling import Series, by_device, mesh_device, sample
+from cost_model.measure.sampling import Bench, Series, bench_of, by_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (
@@ -77,15 +73,11 @@ def time_work(
 
     What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
     """
-    spec = MeshSpec.of(mesh)
-    device = mesh_device(spec.device_type)
-    with ExitStack() as stack:
-        peers = stack.enter_context(world_peers(device.type))
-        moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
-        teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
-        pool = torch.rand(COLD_NBYTES // 4, device=device, generator=torch.Generator(device).manual_seed(0))
-        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams, pool, backend)
-        return timing.all(cases, seconds)
+    with bench_of(mesh, clock, lambda what, share: None) as bench:
+        pool = torch.rand(
+            COLD_NBYTES // 4, device=bench.device, generator=torch.Generator(bench.device).manual_seed(0)
+        )
+        return _Timing(bench, pool, backend).all(cases, seconds)
 
 
 class _Noisy(Exception):
@@ -94,27 +86,22 @@ class _Noisy(Exception):
 
 @dataclass
 class _Timing:
-    spec: MeshSpec
-    device: torch.device
-    peers: Peers
-    clock: Clock
-    of_kernels: Clock
-    teams: Mapping[GroupShape, Team]
+    bench: Bench
     pool: torch.Tensor
     backend: str
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
 
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
-        keep_freed_memory(self.device)
+        keep_freed_memory(self.bench.device)
         groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
         hosts: list[str] = []
         if groups:
-            hosts = self.peers.everyones(host_name())
-            start_compiler(self.device, self.backend)
-        start = self.clock.now()
+            hosts = self.bench.peers.everyones(host_name())
+            start_compiler(self.bench.device, self.backend)
+        start = self.bench.clock.now()
         for case in cases:
-            if self.peers.first(self.clock.now() - start >= seconds):
+            if self.bench.peers.first(self.bench.clock.now() - start >= seconds):
                 break
             if groups and case is groups[0]:
                 groups = self._compiled_ahead(groups, hosts)
@@ -126,23 +113,23 @@ class _Timing:
 
     def _compiled_ahead(self, groups: list[KernelCase], hosts: Sequence[str]) -> list[KernelCase]:
         """Those that are left when the first few are compiled, each by one rank of a host. hosts: of the ranks."""
-        mine = hosts[self.peers.rank]
+        mine = hosts[self.bench.peers.rank]
         # Then ranks look at the clock again, and at what others of their hosts compiled.
         count = 2 * min(map(hosts.count, hosts))
-        first = hosts[: self.peers.rank].count(mine)
+        first = hosts[: self.bench.peers.rank].count(mine)
         for group in groups[:count][first :: hosts.count(mine)]:
             try:
-                compile_group(group, self.device, self.backend)
+                compile_group(group, self.bench.device, self.backend)
             except Exception as error:  # it will be said of all ranks together
                 _log.debug("refine: %s: %s", group.op, error)
-        self.peers.barrier()
+        self.bench.peers.barrier()
         return groups[count:]
 
     def _add(self, case: KernelCase | CollectiveCase) -> None:
         if isinstance(case, KernelCase):
             self.kernels.append(TimedKernel(case.key, case.work, self._kernel(case), case.inner))
-        elif (shape := group_shape(self.spec, case.axes)) in self.teams:
-            seconds = self._collective(case, self.teams[shape])
+        elif (shape := group_shape(self.bench.spec, case.axes)) in self.bench.teams:
+            seconds = self._collective(case, self.bench.teams[shape])
             self.collectives.append(TimedCollective(case.kind, shape, case.nbytes, seconds))
 
     def _kernel(self, case: KernelCase) -> float:
@@ -150,30 +137,30 @@ class _Timing:
 
         def prepare(_: int) -> object:
             if case.group:
-                run = repeated_group(case, calls, self.device, self.backend, self.pool)
+                run = repeated_group(case, calls, self.bench.device, self.backend, self.pool)
             else:
-                run = repeated_kernel(case, calls, self.device, self.pool)
+                run = repeated_kernel(case, calls, self.bench.device, self.pool)
             run()  # what it refuses, it refuses here: on one rank alone it must not be while others wait
             return run
 
         name = f"kernel {case.op}"
-        least = by_device(_LEAST_SECONDS, self.device.type)
-        series = Series(name, (1,), prepare, median, least, ahead=True, clock=self.of_kernels)  # type: ignore[arg-type]
+        least = by_device(_LEAST_SECONDS, self.bench.device.type)
+        series = Series(name, (1,), prepare, median, least, ahead=True, clock=self.bench.of_kernels)  # type: ignore[arg-type]
         (curve,) = self._sampled(series)
         return curve.seconds[0] / calls
 
     def _collective(self, case: CollectiveCase, team: Team) -> float:
         """As in a profile: what more computing before it would add is `Lateness`."""
         nbytes = whole_size(case.nbytes, team.size)
-        pause = Pause(self.device)
+        pause = Pause(self.bench.device)
         name = f"{case.kind} of {case.nbytes} bytes"
-        both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.device), pause)
-        alone, behind = self._sampled(pause_series(pause, self.of_kernels), both)
+        both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.bench.device), pause)
+        alone, behind = self._sampled(pause_series(pause, self.bench.of_kernels), both)
         return beyond_pause(behind, alone).seconds[0]
 
     def _sampled(self, *series: Series) -> list[SampledCurve]:
-        seconds = len(series) * by_device(_CASE_SECONDS, self.device.type)
-        curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
+        seconds = len(series) * by_device(_CASE_SECONDS, self.bench.device.type)
+        curves = self.bench.curves(series, seconds)
         for one, curve in zip(series, curves, strict=True):
             # Of two repetitions one took three times as long as the other: that says more of other work.
             if max(curve.spread) > 0.5:

@@ -16,12 +16,13 @@ from msgspec import structs
 
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
-from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
+from autoshard.runtime.observe import RankStep, StageRecorder
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import checked_path, write_text
 from cost_model.errors import PlanError
+from cost_model.measure.clock import marks_of
 from passes.plan.graph_text import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline

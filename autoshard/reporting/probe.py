@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import conform
-from autoshard.runtime.observe import Marks
+from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled
 from passes.compile.expand_ops import expand_ops
 from passes.ops.named_collective import NAMED

@@ -18,7 +18,8 @@ from autoshard.reporting.probe import Probed, TimedCompiler
 from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
 from autoshard.runtime.compiled_pieces import Compiler, StepInPieces, parts_of
 from autoshard.runtime.leaves import conform
-from autoshard.runtime.observe import InPieces, Marks, PhaseRun
+from autoshard.runtime.observe import InPieces, PhaseRun
+from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
 from passes.predict.predict_pieces import predict_pieces

@@ -33,7 +33,6 @@ from autoshard.reporting.probe import probe
 from autoshard.reporting.recorder import Recorder, SeenInPieces, SeenWhole
 from autoshard.reporting.text import report_text, track_svg
 from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
-from autoshard.runtime.observe import marks_of
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
 from autoshard.started_mesh import started_mesh
@@ -41,6 +40,7 @@ from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import checked_count
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError, ShardingError
+from cost_model.measure.clock import marks_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.torch_dtensor import local_of

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from cost_model.errors import ShardingError
 from passes.capture import CallSpec
 from passes.capture.questions import Check
 from passes.ir.joint import GraphInput, GraphOutput
+from passes.ir.torch_dtensor import local_of
 from passes.lower.missing_tangents import all_but_the_loss
 
 
@@ -100,6 +103,28 @@ class CallGradients:
         return known[loss]
 
 
+def _nothing() -> None:
+    return None
+
+
+def no_checks(outputs: Sequence[Tensor], later: bool) -> Callable[[], None]:
+    return _nothing
+
+
+def _no_turn(phase: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Around:
+    """turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
+    checks: given a forward's outputs before buffers change, raises if they are not for this program; what it returns is
+            called after the backward, if there is one."""
+
+    turn: Callable[[str], AbstractContextManager[Any]] = _no_turn
+    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks
+
+
 class CallProgram(ABC):
     """Runs calls of one kind: leaves in, outputs out. Calls are independent: a second may run before the first's
     backward, and a graph may be retained. New values of buffers are written into the buffers.
@@ -111,8 +136,19 @@ class CallProgram(ABC):
     outputs: the call's tensor outputs in the order of their index.
     """
 
-    leaves: Leaves
-    ends: CallGradients
+    def __init__(self, leaves: Leaves, ends: CallGradients, around: Around) -> None:
+        self.leaves, self.ends, self.around = leaves, ends, around
+
+    def _settled(
+        self, leaves: Sequence[Tensor], results: Sequence[Tensor | None], later: bool
+    ) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        """(the call's outputs among `results`, what is to be called after the backward): checked, and new values of
+        buffers written. later: whether there is a backward."""
+        outputs = self.ends.returned(results)
+        late = self.around.checks(outputs, later)
+        for place, leaf in self.ends.buffers:
+            local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
+        return outputs, late
 
     @property
     @abstractmethod
@@ -185,14 +221,6 @@ class Otherwise(Exception):
     def __init__(self, answers: Sequence[Tensor], place: str) -> None:
         super().__init__(place)
         self.answers, self.place = tuple(answers), place
-
-
-def _nothing() -> None:
-    return None
-
-
-def no_checks(outputs: Sequence[Tensor], later: bool) -> Callable[[], None]:
-    return _nothing
 
 
 class Checks:

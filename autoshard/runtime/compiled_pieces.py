@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoshard.runtime.call_program import CallGradients
+from autoshard.runtime.call_program import Around, CallGradients
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
 from autoshard.runtime.step import AtOnce
@@ -252,8 +252,7 @@ def program_in_pieces(
     device: torch.device,
     backend: str,
     observers: Sequence[Observer],
-    turn: Callable[[str], AbstractContextManager[Any]],
-    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+    around: Around,
 ) -> AtOnce:
     """What `autoshard.runtime.step.Program` is, of the programs of all pieces, in the order in which they run."""
     first = programs[0]
@@ -272,4 +271,4 @@ def program_in_pieces(
     early = body = compiled(InPieces(tuple(programs), names, {index: node.name for index, node in read}))
     if not ends.has_loss:
         early = compiled(InPieces(tuple(map(without_gradients, programs)), names, {}))
-    return AtOnce(leaves, ends, body, early, device, turn, checks)
+    return AtOnce(leaves, ends, body, early, device, around)

@@ -14,7 +14,7 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.call_program import CallProgram, Checks
+from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
 from autoshard.runtime.devices import in_host_order, local_device
 from autoshard.runtime.executable import Home
@@ -124,17 +124,15 @@ def _whole(call: Call, plan: Plan) -> Made:
         return programs
 
     ours = collectively(home.mesh, lower, what="lowering a plan")
-    given, watched = (
-        (_sides(cut.joint, plan), spec, rank),
-        (turns_of(home.watch, call.kind), Checks(cut.call)),
-    )
+    given = _sides(cut.joint, plan), spec, rank
+    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 
     def compiled(backend: str) -> CallProgram:
         if len(ours) > 1:
             device = local_device(home.mesh)
-            return program_in_pieces(ours, *given, device, backend, home.observers, *watched)
+            return program_in_pieces(ours, *given, device, backend, home.observers, around)
         backward = ours[0].phases.backward
-        program = Program(ours[0], *given, backend, home.observers, *watched)
+        program = Program(ours[0], *given, backend, home.observers, around)
         if backward is not None:
             program.compile_backward(usually_missing(backward))
         return program
@@ -159,11 +157,9 @@ def _staged(call: Call, plan: PipelinePlan) -> Made:
         ]
 
     ours = collectively(home.mesh, lower, what="lowering a plan")
-    given, watched = (
-        (ends, ours, len(graphs), plan.schedule),
-        (turns_of(home.watch, call.kind), Checks(cut.call)),
-    )
-    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, *watched)
+    given = ends, ours, len(graphs), plan.schedule
+    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
+    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
 
 
 def _pipeline_ends(

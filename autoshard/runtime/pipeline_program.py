@@ -6,17 +6,15 @@ pieces does without stages (`autoshard.runtime.step.AtOnce`). Every rank gets th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.call_program import CallGradients
+from autoshard.runtime.call_program import Around, CallGradients
 from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import StageClock, StepPart
@@ -65,8 +63,7 @@ def pipeline_program(
     schedule: str,
     backend: str,
     clocks: Sequence[StageClock],
-    turn: Callable[[str], AbstractContextManager[Any]],
-    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+    around: Around,
 ) -> AtOnce:
     """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`. clocks: told of every step; they may
     change while the program lives."""
@@ -76,7 +73,7 @@ def pipeline_program(
     if gradients.gradients and not gradients.has_loss:
         own = [stage.without_gradients() for stage in stages]
         early = _Pipeline(ends, own, count, schedule, compile_, clocks)
-    return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, turn, checks)
+    return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, around)
 
 
 class _Pipeline:

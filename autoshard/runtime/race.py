@@ -24,10 +24,11 @@ from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.making import Call, Made
-from autoshard.runtime.observe import Marks, StageRecorder, unobserved
+from autoshard.runtime.observe import StageRecorder, unobserved
 from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
+from cost_model.measure.clock import Marks
 from cost_model.memory import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 

@@ -29,6 +29,37 @@ _AT_ONCE = 16
 waits."""
 
 
+class Marks:
+    """Points in time of the host, where work is done when its call returns."""
+
+    def mark(self) -> Any:
+        """Now: after all that was issued before."""
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks."""
+        return end - start
+
+
+class CudaMarks(Marks):
+    """Events on the current stream: nothing is waited for until seconds are asked for, so that marks do
+    not slow down what they measure."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+def marks_of(device_type: str) -> Marks:
+    """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
+    return CudaMarks() if device_type == "cuda" else Marks()
+
+
 class AheadDevice(Protocol):
     """A device that works through what it is given while the host goes on."""
 
@@ -44,8 +75,8 @@ class AheadDevice(Protocol):
         """A point in the queue of its work."""
         ...
 
-    def between(self, start: Any, end: Any) -> float:
-        """Seconds on the device between two marks that it has passed."""
+    def seconds(self, start: Any, end: Any) -> float:
+        """On the device between two marks."""
         ...
 
     def finish(self) -> None:
@@ -71,7 +102,7 @@ def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
             work()
         end = device.mark()
         device.finish()
-        total += device.between(start, end)
+        total += device.seconds(start, end)
     return total / calls
 
 
@@ -85,7 +116,7 @@ def _issue_seconds(device: AheadDevice, work: Work) -> float:
     return seconds
 
 
-class CudaDevice:
+class CudaDevice(CudaMarks):
     """The current GPU. Work goes to its current stream."""
 
     def __init__(self) -> None:
@@ -103,7 +134,7 @@ class CudaDevice:
         issue = self.now() - begun
         end = self.mark()
         self.finish()
-        return self.between(start, end) / _PRODUCTS, issue / _PRODUCTS
+        return self.seconds(start, end) / _PRODUCTS, issue / _PRODUCTS
 
     def now(self) -> float:
         return time.perf_counter()
@@ -113,14 +144,6 @@ class CudaDevice:
         would hold the device."""
         for _ in range(1 + int(seconds / self._product_seconds) if self._can_hold else 0):
             torch.mm(self._x, self._x)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) * 1e-3
 
     def finish(self) -> None:
         torch.cuda.synchronize()
@@ -170,14 +193,12 @@ class CudaClock:
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
         if ahead:
             return ahead_seconds(self._device, work, calls)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        marks = CudaMarks()
         torch.cuda.synchronize()
-        start.record()
+        start = marks.mark()
         for _ in range(calls):
             work()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1e-3 / calls
+        return marks.seconds(start, marks.mark()) / calls
 
 
 def device_clock(device_type: str) -> Clock:

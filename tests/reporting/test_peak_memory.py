@@ -7,7 +7,7 @@ from torch import nn
 
 from autoshard.reporting.recorder import Recorder, SeenWhole
 from autoshard.reporting.tracks import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
-from autoshard.runtime.observe import Marks
+from cost_model.measure.clock import Marks
 from tests.predict.test_memory_walk import placeholders, program
 
 
