@@ -1,4 +1,4 @@
-"""Where a model's tensors are, and how they and a call's come to the mesh's device; what NCCL can do.
+"""Where a model's tensors are, and how they and a call's come to the mesh's device.
 
 A model may be on the CPU, on the rank's own device, partly here and partly there, or on `meta`. What is on the CPU
 moves when the plan is carried out; anything on a third device is an error before that.
@@ -6,13 +6,11 @@ moves when the plan is carried out; anything on a third device is an error befor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -125,23 +123,3 @@ def _some(names: list[str]) -> str:
     shown = 4
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
-
-
-_HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_SINCE = (2, 26)
-
-
-def in_host_order() -> bool:
-    """Whether NCCL runs the kernels of several communicators of a GPU in the order in which the host issued them.
-
-    Then they may be in flight together, since every rank issues in one order. [NCCL user guide, "Using
-    multiple NCCL communicators concurrently"; since NCCL 2.26]
-    """
-    if os.environ.get(_HOST_ORDER, "0") in ("", "0") or not torch.cuda.is_available():
-        return False
-    return nccl.version()[:2] >= _SINCE
-
-
-def ask_for_host_order() -> None:
-    """For scripts of our own, before the process group is made: NCCL reads its environment once."""
-    os.environ.setdefault(_HOST_ORDER, "1")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.arguments import optimizer_name
+from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, global_call, output_layouts
 from autoshard.plan.candidates import Candidate
 from autoshard.plan.explain_tables import fallback_lines
@@ -25,7 +25,6 @@ from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.attachments import check_unwrapped
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
