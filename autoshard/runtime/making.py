@@ -28,7 +28,6 @@ from autoshard.runtime.trial_run import RaceEntry
 from autoshard.started_mesh import in_host_order
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import kind_of, turns_of
-from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.single_kernel import keep_freed_memory
@@ -85,7 +84,7 @@ class Call:
         compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
         def made(backend: str) -> CallProgram:
-            keep_freed_memory(mesh_device(home.spec.device_type))
+            keep_freed_memory(local_device(home.mesh))
             with home.stages("compiling the plan", (self.kind, backend)):
                 return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
 

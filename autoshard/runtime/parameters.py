@@ -17,8 +17,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire, update_shards
-from autoshard.runtime.process_groups import holders_mesh, is_of_stages, spec_of
-from autoshard.runtime.sharding import differing, distributed, like_parameter
+from autoshard.runtime.process_groups import holders_mesh, spec_of
+from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
@@ -58,7 +58,7 @@ def complete_dtensor_ops(device: torch.device) -> None:
     handle_dtensor_op(aten.copy_.default, _copy)
     handle_dtensor_op(aten.detach.default, _detached)
     answer_new_ops(_summed_first)
-    set_dtensor_data_by(_as_laid_out)
+    set_dtensor_data_by(lambda target, value: as_laid_out(value, target))
     take_plain_tensors_as_replicated(device)
     update_shards()
 
@@ -97,19 +97,8 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, DTensor):
         return op(target, source.full_tensor(), *rest, **kwargs)
     source = source if source.shape == target.shape else source.expand(target.shape)
-    op(target.to_local(), _as_laid_out(target, source).to_local(), *rest, **kwargs)
+    op(target.to_local(), as_laid_out(source, target).to_local(), *rest, **kwargs)
     return target
-
-
-def _as_laid_out(target: DTensor, value: Tensor) -> DTensor:
-    """`value`, of the shape of `target`, on its mesh and in its placements."""
-    if not isinstance(value, DTensor):
-        return like_parameter(value, target)
-    if value.device_mesh != target.device_mesh and is_of_stages(value, target):
-        return like_parameter(value.full_tensor(), target)
-    if value.device_mesh != target.device_mesh or value.placements != target.placements:
-        return value.redistribute(target.device_mesh, target.placements)
-    return value
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,8 @@ def distributed(
         _receive(local, whole, layout, spec, mesh)
     elif place is not None:
         local.copy_(shard_of(whole, layout, spec, place))
-    made = DTensor.from_local(
-        local, mesh, placed, run_check=False, shape=whole.shape, stride=_contiguous_stride(whole.shape)
-    )
+    stride = torch.empty(whole.shape, device="meta").stride()
+    made = DTensor.from_local(local, mesh, placed, run_check=False, shape=whole.shape, stride=stride)
     # On other ranks a number has no dims either, as torch's ops make it; `from_local` makes it of one.
     return cast(DTensor, dtensor_from(local, sharding_of(made)))
 
@@ -95,11 +94,15 @@ def like_parameter(whole: Tensor, parameter: Tensor) -> DTensor:
     return distributed(whole, mesh, placed, layout, spec, from_first=False)
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * max(1, shape[dim + 1])
-    return tuple(stride)
+def as_laid_out(value: Tensor, target: DTensor) -> DTensor:
+    """`value`, of the shape of `target`, on its mesh and in its placements."""
+    if not isinstance(value, DTensor):
+        return like_parameter(value, target)
+    if value.device_mesh != target.device_mesh:
+        return like_parameter(value.full_tensor(), target)
+    return (
+        value if value.placements == target.placements else value.redistribute(placements=target.placements)
+    )
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
