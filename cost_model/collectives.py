@@ -20,7 +20,6 @@ from statistics import median
 from typing import Literal
 
 from cost_model.compute import ComputePrices
-from cost_model.curve import Curve
 from cost_model.groups import (
     GroupShape,
     Line,
@@ -31,7 +30,7 @@ from cost_model.groups import (
     mesh_occupancies,
     model_lines,
 )
-from cost_model.measurements import CollectiveSamples
+from cost_model.measurements import CollectiveSamples, Curve
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 

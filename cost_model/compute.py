@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cost_model.curve import Curve
-from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
+from cost_model.measurements import KERNEL_KINDS, Curve, KernelKind, MatmulRates
 from cost_model.memory import ADAMW
 from cost_model.profile_record import ProfileRecord
 from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices

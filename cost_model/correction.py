@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_model.collectives import CollectivePrices
-from cost_model.curve import monotone
 from cost_model.groups import (
     GroupShape,
     floor_slope,
@@ -26,6 +25,7 @@ from cost_model.measurements import (
     LinkLevel,
     MatmulRates,
     UpdateRates,
+    monotone,
 )
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

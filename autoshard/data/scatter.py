@@ -23,8 +23,7 @@ from autoshard.data.rank_sampler import (
     spans_of,
 )
 from autoshard.global_call import as_placements, joined
-from autoshard.runtime.devices import local_device
-from autoshard.runtime.process_groups import whole_group
+from autoshard.runtime.process_groups import local_device, whole_group
 from autoshard.runtime.sharding import shard_of
 from autoshard.watching.agreement import agree, collectively, everyones
 from cost_model.checked_arguments import reject, shown

@@ -19,7 +19,6 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import read_json
-from cost_model.curve import SampledCurve, median
 from cost_model.errors import ProfileError
 from cost_model.groups import group_shape
 from cost_model.measure.clock import Clock
@@ -39,6 +38,7 @@ from cost_model.measure.peers import (
     software_versions,
 )
 from cost_model.measure.sampling import Bench, Series, bench_of, by_device
+from cost_model.measurements import SampledCurve, median
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (

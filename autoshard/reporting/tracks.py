@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -166,31 +166,21 @@ def _median(runs: Sequence[Tracks]) -> Tracks:
     )
 
 
-class PeakCounter(Protocol):
-    """What a device counts by itself; tests bring their own."""
-
-    def reset(self) -> None:
-        """From now on."""
-        ...
-
-    def peak(self) -> int:
-        """The most bytes allocated at once since then."""
-        ...
-
-
-class CudaCounter:
-    """Of the caching allocator: tensors, not what it keeps for later. A report resets its peak."""
+class PeakCounter:
+    """Of a GPU's caching allocator: tensors, not what it keeps for later. A report resets its peak. Tests bring their
+    own."""
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
+        """The most bytes allocated at once since then."""
         return torch.cuda.max_memory_allocated()
 
 
 def peak_counter(device_type: str) -> PeakCounter | None:
     """None on CPUs, which count nothing by themselves: `run_peaks`."""
-    return CudaCounter() if device_type == "cuda" else None
+    return PeakCounter() if device_type == "cuda" else None
 
 
 def run_peaks(run: Callable[[], object], held: int) -> Mapping[str, int]:

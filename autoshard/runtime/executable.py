@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.call_program import CallProgram
-from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.planner import Settings
+from autoshard.runtime.process_groups import local_device
+from autoshard.runtime.sharding import arrived, seed_on
 from autoshard.watching.check_calls import CheckCalls
 from autoshard.watching.watch import Watch
 from cost_model.errors import ShardingError

@@ -16,13 +16,12 @@ from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
-from autoshard.runtime.devices import local_device
 from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
 from autoshard.runtime.pipeline_stage import StageOnRank
-from autoshard.runtime.process_groups import groups_for, holders_mesh
+from autoshard.runtime.process_groups import groups_for, holders_mesh, local_device
 from autoshard.runtime.step import Program
 from autoshard.runtime.trial_run import RaceEntry
 from autoshard.started_mesh import in_host_order

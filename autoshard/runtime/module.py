@@ -61,7 +61,7 @@ class Dispatcher:
         self._uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
         self.executables: dict[Hashable, list[Built]] = {}
         self.model = model
-        self._mode = _Mode(model)
+        self._mode = Mode(model)
         self._key = key
         self.build = build
 
@@ -84,9 +84,9 @@ class Dispatcher:
                 return built
         if known:
             _tell(known, otherwise)
-            self._mode = _Mode(self.model)  # layers may have changed
+            self._mode = Mode(self.model)  # layers may have changed
         built = self.build(args, kwargs, answers)
-        self.executables.setdefault((_Mode(self.model).key(), key), []).insert(0, built)
+        self.executables.setdefault((Mode(self.model).key(), key), []).insert(0, built)
         return built
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
@@ -178,15 +178,10 @@ def original_forward(model: nn.Module) -> Generator[None]:
         model.forward = installed
 
 
-def mode_key(model: nn.Module) -> Hashable:
-    """Everything but the arguments that decides what a call computes, and whether it needs a backward.
+class Mode:
+    """Everything but the arguments that decides what a call computes, and whether it needs a backward: the training
+    flag of every module, grad mode, which parameters require gradients, autocast."""
 
-    Training flag of every module, grad mode, which parameters require gradients, autocast.
-    """
-    return _Mode(model).key()
-
-
-class _Mode:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._tables = [m._parameters for m in self._modules if m._parameters]

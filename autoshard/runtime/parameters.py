@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
-from autoshard.runtime.devices import local_device
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire, update_shards
-from autoshard.runtime.process_groups import holders_mesh, spec_of
+from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
 from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError

@@ -17,10 +17,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.devices import bound_device, local_device
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
+
+
+def local_device(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's shards live: the CPU, or the process's current device of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def bound_device() -> torch.device | None:
+    """The `device_id` that the default process group was made with, if any."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 class Kept(dict[Any, Any]):

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.devices import local_device
-from autoshard.runtime.process_groups import kept_on, pipeline_mesh_of, spec_of, whole_group
+from autoshard.runtime.process_groups import kept_on, local_device, pipeline_mesh_of, spec_of, whole_group
 from autoshard.runtime.sharding import distributed, like_parameter
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import answer_new_ops, dtensor_from, local_of

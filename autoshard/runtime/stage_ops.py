@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import (
     PartOf,
     is_of_stages,
+    local_device,
     part_of,
     pipeline_mesh_of,
     pipeline_of,

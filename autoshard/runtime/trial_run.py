@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.call_program import CallProgram
-from autoshard.runtime.devices import arrived, local_device
 from autoshard.runtime.leaves import InputSide, plain_input
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import Place, complete_dtensor_ops
-from autoshard.runtime.process_groups import spec_of, whole_group
-from autoshard.runtime.sharding import distributed
+from autoshard.runtime.process_groups import local_device, spec_of, whole_group
+from autoshard.runtime.sharding import arrived, distributed
 from autoshard.watching.agreement import collectively, everyones, in_company
 from cost_model.errors import RankError
 from cost_model.mesh import MeshSpec

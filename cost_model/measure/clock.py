@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -60,31 +60,7 @@ def marks_of(device_type: str) -> Marks:
     return CudaMarks() if device_type == "cuda" else Marks()
 
 
-class AheadDevice(Protocol):
-    """A device that works through what it is given while the host goes on."""
-
-    def now(self) -> float:
-        """Seconds on the host."""
-        ...
-
-    def hold(self, seconds: float) -> None:
-        """Give it computing for about `seconds`."""
-        ...
-
-    def mark(self) -> Any:
-        """A point in the queue of its work."""
-        ...
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """On the device between two marks."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until it has done all."""
-        ...
-
-
-def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
+def ahead_seconds(device: CudaDevice, work: Work, calls: int) -> float:
     """Seconds of one call on the device, averaged over `calls`.
 
     How often `work` is called depends on `calls` alone, so that ranks that communicate in it agree. The first call of
@@ -106,7 +82,7 @@ def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
     return total / calls
 
 
-def _issue_seconds(device: AheadDevice, work: Work) -> float:
+def _issue_seconds(device: CudaDevice, work: Work) -> float:
     """Seconds of the host for one call."""
     device.finish()
     start = device.now()
@@ -117,7 +93,8 @@ def _issue_seconds(device: AheadDevice, work: Work) -> float:
 
 
 class CudaDevice(CudaMarks):
-    """The current GPU. Work goes to its current stream."""
+    """The current GPU, which works through what it is given while its host goes on. Work goes to its current stream.
+    Tests bring their own."""
 
     def __init__(self) -> None:
         self._x = torch.ones(_EDGE, _EDGE, device="cuda")
@@ -137,15 +114,17 @@ class CudaDevice(CudaMarks):
         return self.seconds(start, end) / _PRODUCTS, issue / _PRODUCTS
 
     def now(self) -> float:
+        """Seconds on the host."""
         return time.perf_counter()
 
     def hold(self, seconds: float) -> None:
-        """Does nothing where issuing takes longer than computing, as for kernels that do nothing: no number of products
-        would hold the device."""
+        """Give it computing for about `seconds`. Does nothing where issuing takes longer than computing, as for kernels
+        that do nothing: no number of products would hold the device."""
         for _ in range(1 + int(seconds / self._product_seconds) if self._can_hold else 0):
             torch.mm(self._x, self._x)
 
     def finish(self) -> None:
+        """Wait until it has done all."""
         torch.cuda.synchronize()
 
 
@@ -153,41 +132,28 @@ _EDGE, _PRODUCTS = 2048, 8
 """Float32. A product takes an H100 about 0.4 ms, so that few of them hold it."""
 
 
-class Clock(Protocol):
-    """What times work. Tests bring their own."""
+class Clock:
+    """What times work: by wall time, where work is done when the call returns. Tests bring their own."""
 
     def now(self) -> float:
         """Seconds since some start, for budgets."""
-        ...
-
-    def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
-        """Seconds of one call, averaged over `calls` in a row. ahead: the time of a device that does not wait for
-        its host, if the device works on its own (`cost_model.measure.clock`)."""
-        ...
-
-
-class CpuClock:
-    """Wall time. Work is done when the call returns."""
-
-    def now(self) -> float:
         return time.perf_counter()
 
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
+        """Seconds of one call, averaged over `calls` in a row. ahead: the time of a device that does not wait for
+        its host, if the device works on its own."""
         start = time.perf_counter()
         for _ in range(calls):
             work()
         return (time.perf_counter() - start) / calls
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Time on the current stream, between two events. Work of other streams counts as far as the current one waits
     for it, as a collective's wait_tensor does."""
 
-    def now(self) -> float:
-        return time.perf_counter()
-
     @cached_property
-    def _device(self) -> AheadDevice:
+    def _device(self) -> CudaDevice:
         return CudaDevice()
 
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
@@ -203,11 +169,11 @@ class CudaClock:
 
 def device_clock(device_type: str) -> Clock:
     """The clock of "cuda" or "cpu". Any other device is timed as the CPU is."""
-    return CudaClock() if device_type == "cuda" else CpuClock()
+    return CudaClock() if device_type == "cuda" else Clock()
 
 
 @dataclass(frozen=True)
-class ProcessorClock(CpuClock):
+class ProcessorClock(Clock):
     """Of work that waits for nobody. ranks_per_core: that compute at once."""
 
     ranks_per_core: float

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_model.curve import SampledCurve
 from cost_model.measure import own_collectives as own
 from cost_model.measure.clock import Clock
 from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Series
-from cost_model.measurements import PLAN_KINDS
+from cost_model.measurements import PLAN_KINDS, SampledCurve
 
 c10d = torch.ops._c10d_functional
 _ITEMSIZE = 4  # float32

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.curve import SampledCurve, median, monotone
 from cost_model.measure.kernel_work import (
     LAUNCHES,
     Attend,
@@ -32,7 +31,7 @@ from cost_model.measure.kernel_work import (
     updated_together,
 )
 from cost_model.measure.sampling import Series, by_device
-from cost_model.measurements import DeviceRates, MatmulRates, UpdateRates
+from cost_model.measurements import DeviceRates, MatmulRates, SampledCurve, UpdateRates, median, monotone
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")

@@ -10,7 +10,6 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from cost_model.curve import median
 from cost_model.groups import Occupancy, floor_slope, group_ranks, model_lines, occupancy
 from cost_model.measure.clock import Clock, Work
 from cost_model.measure.collective_work import (
@@ -25,7 +24,7 @@ from cost_model.measure.collective_work import (
 from cost_model.measure.kernel_work import matmul_edge, matmul_flops, overlap_works
 from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Bench, Series
-from cost_model.measurements import CollectiveSamples, DeviceRates, Lateness, LinkLevel
+from cost_model.measurements import CollectiveSamples, DeviceRates, Lateness, LinkLevel, median
 
 PEAK_MARGIN = 2.0
 """A level's peak is this many times the best rate that was observed on it. A time that claims more was not measured on

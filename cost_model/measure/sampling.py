@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.curve import SampledCurve, curve, median
 from cost_model.errors import ShardingError
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, clocks
 from cost_model.measure.peers import Peers, Team, teams_of, world_peers
+from cost_model.measurements import SampledCurve, curve, median
 from cost_model.mesh import MeshSpec
 
 _T = TypeVar("_T")

@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import fmean
 
 from cost_model.checked_arguments import checked_path, shown
-from cost_model.curve import pooled
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, shape_text
-from cost_model.measurements import CollectiveSamples
+from cost_model.measurements import CollectiveSamples, pooled
 from cost_model.mesh import MOST_DEVICES
 from cost_model.profile_record import ProfileRecord
 from cost_model.readers.nccl_json import read_nccl_json

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cost_model.curve import SampledCurve, curve, median, pooled, spread
 from cost_model.errors import ProfileError
 from cost_model.groups import group_ranks, model_lines, occupancy, shapes_of
 from cost_model.measure.collective_work import whole_size
@@ -28,7 +27,16 @@ from cost_model.measure.links import (
 from cost_model.measure.measure import nbytes_ladder
 from cost_model.measure.peers import Peers, Team
 from cost_model.measure.sampling import Bench, Series, sample
-from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
+from cost_model.measurements import (
+    KINDS,
+    CollectiveSamples,
+    LinkLevel,
+    SampledCurve,
+    curve,
+    median,
+    pooled,
+    spread,
+)
 from cost_model.mesh import MeshSpec
 from cost_model.profile_check import check_profile
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.curve import pooled
 from cost_model.errors import ProfileError
-from cost_model.measurements import CollectiveSamples, LinkLevel
+from cost_model.measurements import CollectiveSamples, LinkLevel, pooled
 from cost_model.profile import Profile
 from cost_model.readers import read_profile
 from cost_model.readers.points import Place, group_of
