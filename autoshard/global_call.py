@@ -273,7 +273,7 @@ def _unasked(captured: Captured, returned: list[int], values: Mapping[int, torch
 
 
 def _output_name(path: str, position: int) -> str:
-    """Of an output in a dict or an object its name there, "logits"; of others the position."""
+    """An output's name in the dict or object that holds it, "logits"; of others the position."""
     named = re.match(r"(?:\.|\[['\"])(\w+)(?:['\"]\])?", path)
     return named[1] + path[named.end() :] if named else f"output {position}"
 

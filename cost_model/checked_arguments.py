@@ -126,7 +126,7 @@ def parse_integer(digits: str) -> int | float:
 
 
 MOST_BYTES = 2**27
-"""Of a file that is read: no plan or profile is so large; what is wrong with one was said after minutes."""
+"""The most of a file that is read. No plan or profile is so large; what is wrong with one was said after minutes."""
 
 
 def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:

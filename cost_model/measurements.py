@@ -159,7 +159,7 @@ class Lateness:
         return share * self._measured(computed)
 
     def _measured(self, computed: float) -> float:
-        """Of the group that it was measured over."""
+        """Seconds for the group that it was measured over."""
         xs, ys = self.computing_seconds, self.seconds
         i = bisect_right(xs, computed)
         if i == 0:

@@ -147,7 +147,7 @@ class TimedPrices:
     def seconds(
         self, key: KernelKey, work: KernelWork, model: Callable[[KernelWork], float], scale: float
     ) -> float:
-        """Of a kernel. model: the price of a work; scale: of `work.limited_by`, as `scale` has it."""
+        """The price of a kernel. model: the price of a work; scale: of `work.limited_by`, by `scale`."""
         equal = self.kernel(key)
         if equal is not None:
             return equal.own_seconds(model)

@@ -31,11 +31,11 @@ Budget = Callable[[float, float, int, str], float]
 MOST_ROUNDS = 4
 """Searches under timed prices. The second or third seldom finds another plan."""
 UNCONFIRMED = 0.1
-"""Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
+"""With more of a plan's step in kernels and collectives that there was no time for, the next start goes on."""
 CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
-"""Of the budget, and seconds at most, for timing what is unknown of the plan that was chosen: no search follows."""
+"""Share of the budget, and the most seconds, for timing what is unknown of the chosen plan: no search follows."""
 ROUGH_GAP = 0.05
-"""Of the first search, after which prices change: what it would still prove takes minutes in models of many layers.
+"""The first search ends at this gap, as prices change after it: proving the rest takes minutes in deep models.
 Not within a memory limit, where a plan that is nearly as fast may not fit."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
@@ -165,7 +165,7 @@ class Rounds:
         return Cases((*own.unknown, *own.instead, *others), own.again)
 
     def _unknown_seconds(self, plan: Plan) -> float:
-        """Of a step, in what was not timed."""
+        """Seconds of a step that were not timed."""
         return _seconds_of(self._cases(TimedCandidate.of(plan)))
 
     def _cases(self, candidate: TimedCandidate) -> Cases:

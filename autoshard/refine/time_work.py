@@ -54,9 +54,9 @@ from passes.predict.step_work import CollectiveCase, KernelCase
 _log = logging.getLogger("autoshard")
 
 _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
-"""Of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
+"""Seconds of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
 _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
-"""Of all repetitions of a case; two are made at least."""
+"""Seconds of all repetitions of a case; two are made at least."""
 _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 """A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
 
@@ -212,7 +212,7 @@ class TimedStore:
 
 
 def store_of(mesh: DeviceMesh, backend: str) -> TimedStore:
-    """Of these machines. Every rank of the mesh calls it. backend: what compiles the kernels."""
+    """The store of these machines. Every rank of the mesh calls it. backend: what compiles the kernels."""
     spec = MeshSpec.of(mesh)
     machines = everyones(mesh, (host_name(), device_name(spec.device_type)), what="hosts and devices")
     return TimedStore(timed_key(machines, spec, collective_backend(mesh), backend))

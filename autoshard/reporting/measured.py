@@ -99,7 +99,7 @@ class StepFigures:
 
     @property
     def peak_memory(self) -> PeakMemory | None:
-        """Of forward and backward, which are predicted. None where nothing was measured."""
+        """The peak of forward and backward, which are predicted. None where nothing was measured."""
         known = [one for one in self.memory if one.predicted is not None]
         if not known:
             return None

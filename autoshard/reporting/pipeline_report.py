@@ -88,7 +88,7 @@ class Report(ABC, Generic[F]):
 
 
 class PipelineReport(Report[PipelineFigures]):
-    """Of a model in stages."""
+    """The report of a model in stages."""
 
     def __init__(self, session: Session, warmup: int) -> None:
         self._recorder = StageRecorder(marks_of(session.spec.device_type))

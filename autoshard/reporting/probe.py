@@ -109,7 +109,7 @@ class TimedCompiler(Compiler):
 
 @dataclass(frozen=True)
 class Probed:
-    """Of one run, in seconds. collectives: parallel to those of the prediction. compute: phase -> all else."""
+    """Seconds of one run. collectives: parallel to those of the prediction. compute: phase -> all else."""
 
     collectives: tuple[float, ...]
     compute: Mapping[str, float]

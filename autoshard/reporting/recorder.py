@@ -29,7 +29,7 @@ from passes.strategies.prices import Prices
 
 
 class SeenWhole:
-    """Of one program. inputs: of the forward, this rank's tensors."""
+    """One program, to be run again. inputs: of the forward, this rank's tensors."""
 
     def __init__(self, phases: Phases, inputs: Sequence[Tensor], backend: str) -> None:
         self.inputs = inputs
@@ -83,7 +83,7 @@ class SeenWhole:
 
 
 class SeenInPieces:
-    """Of a batch in pieces; each has ranges of its own under the profiler."""
+    """The programs of a batch in pieces, to be run again; each has ranges of its own under the profiler."""
 
     def __init__(self, step: InPieces, inputs: Sequence[Tensor], backend: str) -> None:
         self.inputs = inputs

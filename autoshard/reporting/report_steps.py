@@ -83,7 +83,7 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
 
 
 class StepReport(Report[StepFigures]):
-    """Of a model that every rank runs whole."""
+    """The report of a model that every rank runs whole."""
 
     def __init__(self, session: Session, warmup: int, repeats: int) -> None:
         self._repeats, self._marks = repeats, marks_of(session.spec.device_type)

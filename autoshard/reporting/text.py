@@ -69,7 +69,7 @@ def _collectives(figures: StepFigures) -> Iterator[str]:
 
 
 def _seconds(collectives: Sequence[MeasuredCollective]) -> float:
-    """Of a step."""
+    """Seconds of all of them in a step."""
     return sum(c.predicted.times * c.seconds for c in collectives)
 
 

@@ -224,7 +224,7 @@ class Otherwise(Exception):
 
 
 class Checks:
-    """Of one program; to be asked after each forward, before anything of the user's is changed."""
+    """The checks of one program, asked after each forward, before anything of the user's is changed."""
 
     def __init__(self, call: CallSpec) -> None:
         self._checks = call.checks

@@ -195,7 +195,7 @@ class PiecesRun:
 
 
 def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
-    """Of every piece. joined: as they run op by op; a compiler joins more itself."""
+    """The program of every piece, split. joined: as they run op by op; a compiler joins more itself."""
     parts = [split_pieces(program) for program in step.programs]
     return [one.joined() for one in parts] if joined else parts
 

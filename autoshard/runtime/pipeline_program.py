@@ -161,7 +161,7 @@ class _Pipeline:
         return sent
 
     def _gradient(self, value: Tensor | None, place: int, leaf: Tensor) -> Tensor:
-        """Of what several ranks along the axis hold each has a part, or none. Of what a rank does not hold an empty
+        """The sum over the ranks along the axis that hold the leaf: each has a part, or none. Elsewhere an empty
         one."""
         if value is None:
             value = torch.zeros(self._held(place, leaf), dtype=leaf.dtype, device=self._at.device)
@@ -187,7 +187,7 @@ class _Pipeline:
 
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
-    """Of the whole call. A parameter that no stage of this rank reads is taken as it is."""
+    """The leaves of the whole call. A parameter that no stage of this rank reads is taken as it is."""
     own = {(spec.kind, spec.name): node for stage in reversed(stages) for spec, node in stage.placeholders}
     specs = [
         (spec, node)
@@ -208,7 +208,7 @@ def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
 
 
 def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[int, Tensor]]:
-    """Of outputs whose gradient is read, like this rank's part of it; on ranks that have none, like the whole."""
+    """Index and look of each output's gradient that is read: this rank's part of it, or the whole where it has none."""
     own = {index: value for stage in stages for index, value in stage.tangents()}
     kinds = zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
     read = [(spec.index, node) for spec, node in kinds if spec.kind == "tangent" and node.users]

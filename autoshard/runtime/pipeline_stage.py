@@ -38,11 +38,11 @@ class StageOnRank:
 
     @property
     def placeholders(self) -> list[tuple[GraphInput, fx.Node]]:
-        """Of the first piece."""
+        """Inputs of the first piece, with their nodes."""
         return list(zip(self.programs[0].inputs, _placeholders(self.programs[0]), strict=True))
 
     def tangents(self) -> list[tuple[int, Tensor]]:
-        """Of the call's outputs that the stage returns: index, and a tensor like the gradient here."""
+        """Index of each output of the call that the stage returns, and a tensor like its gradient here."""
         values = {spec.index: node.meta["val"] for spec, node in self.placeholders if spec.kind == "tangent"}
         return [(whole, values[i]) for i, whole in enumerate(self.graph.outputs) if i in values]
 

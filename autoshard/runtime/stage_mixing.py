@@ -43,7 +43,7 @@ def result_elsewhere(
 
 
 def _empty(sharding: Any, device: torch.device) -> Tensor:
-    """Of no elements; of no dims a zero, as torch has it."""
+    """A tensor without elements; for no dims a zero, as torch has it."""
     meta = sharding.tensor_meta
     return dtensor_from(torch.zeros((0,)[: len(meta.shape)], dtype=meta.dtype, device=device), sharding)
 

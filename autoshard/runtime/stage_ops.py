@@ -229,7 +229,7 @@ def _gather(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _distribute(plain: Callable[..., None]) -> Callable[..., None]:
-    """Of a tensor that this rank has no part of, torch would copy all of it into what is there."""
+    """Loads this rank's parts: of a tensor that it has no part of, torch would copy all into what is there."""
 
     def distribute(local_state_dict: dict[str, Any], keys: list[str], *rest: Any, **options: Any) -> None:
         pairs = {key: local_state_dict.get(key) for key in keys}

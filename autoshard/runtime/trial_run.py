@@ -161,7 +161,7 @@ def _options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 WARM_STEPS = 2
 _MOST_STEPS, _SECONDS = 25, 1.5
-"""Of a plan that are timed, and how long they may take: short steps run more often."""
+"""The most steps of a plan that are timed, and how long they may take: short steps run more often."""
 
 _log = logging.getLogger("autoshard")
 
@@ -236,7 +236,7 @@ class Track:
 
 
 def _free_bytes(mesh: DeviceMesh) -> int:
-    """Of this rank's device; of the host's memory its share, as far as that is known."""
+    """Free bytes of this rank's device, or its share of the host's memory, as far as that is known."""
     if mesh.device_type == "cuda":
         return torch.cuda.mem_get_info(local_device(mesh))[0]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))

@@ -24,7 +24,7 @@ cancellation (the gradient of an attention key's bias is 0 in exact arithmetic):
 relative to that share."""
 
 Held = tuple[Sequence[torch.Tensor | None], Layout]
-"""Of a result the part of every rank, and its layout."""
+"""Every rank's part of a result, and its layout."""
 
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:

@@ -104,7 +104,7 @@ def _in_lockstep(
 
 
 def _layouts(graph: StageGraph, stage: Plan) -> dict[Leaf, Layout]:
-    """Of the results that are not passed on."""
+    """Layouts of the results that are not passed on."""
     named = StageEnds.of(graph).results
     layouts = enumerate(result_layouts(graph.joint.results, stage.assignment))
     return {named[place]: layout for place, layout in layouts if layout is not None and place in named}

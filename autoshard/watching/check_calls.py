@@ -41,13 +41,13 @@ def local_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def tensor_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of this rank's tensors."""
+    """Shapes of this rank's tensors."""
     tensors, _ = flatten_call(args, kwargs)
     return [tuple(t.to_local().shape) if isinstance(t, DTensor) else tuple(t.shape) for t in tensors]
 
 
 def turns_of(watch: Watch | None, kind: str) -> Callable[[str], AbstractContextManager[Any]]:
-    """Of "forward" or "backward": the turn in which all ranks run it."""
+    """ "forward" or "backward" -> the turn in which all ranks run it."""
     if watch is None:
         return lambda phase: nullcontext()
     keys = {phase: f"{phase} of {kind}" for phase in ("forward", "backward")}
@@ -59,7 +59,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 SLOPES = (0.6180339887498949, 0.4142135623730951, 0.7320508075688772, 0.2360679774997897)
-"""Of the weights. One sum of another batch may be within the tolerance by chance, once in a hundred; all are not."""
+"""Slopes of the weights. One sum of another batch may be within the tolerance by chance, once in a hundred; not all."""
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -122,14 +122,14 @@ def _sample(tensor: Tensor, number: int, most: int) -> Tensor:
 
 
 class Replicas:
-    """Of one model: its parameters, and `buffers` by path, which every rank has whole."""
+    """Replicas in one model: its parameters, and `buffers` by path, which every rank has whole."""
 
     def __init__(self, model: nn.Module, buffers: Sequence[str]) -> None:
         self._model, self._buffers = model, buffers
         self._sampler = Sampler(64)
 
     def sampled(self, number: int) -> tuple[tuple[Figure, ...], Tensor]:
-        """Of each its figure and [tensor, 5] sums, as of `Sampler`."""
+        """The figure of each, and their [tensor, 5] sums by `Sampler`."""
         held = list(self._held())
         return tuple(figure for figure, _ in held), self._sampler.sums([one for _, one in held], number)
 
@@ -184,8 +184,8 @@ def checked_inputs(
 
 
 class CheckCalls:
-    """Of one kind of call: before its first run the ranks compare their inputs. Behind the step, at its next two calls
-    and then at the pace of the watch, they compare inputs, replicas of the model's tensors and updates."""
+    """Checks one kind of call: before its first run the ranks compare their inputs. Behind the step, at its next two
+    calls and then at the pace of the watch, they compare inputs, replicas of the model's tensors and updates."""
 
     def __init__(
         self, mesh: DeviceMesh, watch: Watch | None, inputs: Mapping[int, Figure], replicas: Replicas

@@ -20,7 +20,7 @@ from autoshard.watching.telling import Board
 from passes.ir.torch_dtensor import local_of
 
 Numbers = dict[str, float]
-"""Of an optimizer: its learning rates and what else of its groups is a number."""
+"""An optimizer's learning rates, and what else of its groups is a number."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _numbers_of(optimizer: Optimizer) -> Numbers:
 
 Kind = Literal["input", "parameter", "buffer"]
 Figure = tuple[Kind, str, str, float]
-"""Of a tensor: what it is, its name, which part of the global tensor it is ("" for all of it), and the tolerance."""
+"""What a tensor is, its name, which part of the global tensor it is ("" for all of it), and the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Pace:
         self._last = 0, time.monotonic()
 
     def due(self) -> bool:
-        """Of the next call."""
+        """Whether the next call is compared."""
         self.calls += 1
         (number, then), now = self._last, time.monotonic()
         if self.calls < self.OFTEN:

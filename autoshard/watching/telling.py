@@ -53,7 +53,7 @@ class Board:
         self._store.set(self._key(name, self.rank), pickle.dumps(value))
 
     def read(self, name: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Of those of `ranks` that have written."""
+        """The values of those of `ranks` that have written."""
         there = [rank for rank in ranks if self._is_written(self._key(name, rank))]
         texts = self._store.multi_get([self._key(name, rank) for rank in there]) if there else []
         return {rank: pickle.loads(text) for rank, text in zip(there, texts, strict=True)}
@@ -105,7 +105,7 @@ class _Gone:
 
 
 class Idling:
-    """Of one thread of this process, since it was last asked.
+    """Tells whether one thread of this process was idle since it was last asked.
 
     A thread that waits in a collective sleeps. One on a machine with more to do than it has cores stands in the queue
     for most of the time, and counts as busy: it will come. Where the kernel tells nothing of threads (macOS), the
@@ -184,7 +184,7 @@ def _frames(thread: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _stacks() -> str:
-    """Of all threads."""
+    """The stacks of all threads, as text."""
     with suppress(OSError), tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -196,7 +196,7 @@ PERIOD_SECONDS = 0.5
 
 
 class Telling:
-    """Of the thread that makes it, by another. told: the last state that the others can read."""
+    """Tells the others where the thread is that made it; another runs it. told: the last state that they can read."""
 
     def __init__(self, board: Board, turns: Turns) -> None:
         self._board, self._turns = board, turns

@@ -39,7 +39,7 @@ _log = logging.getLogger("autoshard")
 
 
 class Watch:
-    """Of one rank, over the ranks 0, 1, ... of a mesh; `watch_of` has it. Its thread ends with the process group.
+    """The watch of one rank over the ranks 0, 1, ... of a mesh (`watch_of`). Its thread ends with the process group.
 
     turns: what this rank does in turn with the others. failure: why everything has to stop, None while all is well.
     """
@@ -85,7 +85,7 @@ class Watch:
         self._stop(reason)
 
     def erasable(self, name: str) -> str | None:
-        """Of the exchanges, the one before the last: whoever is in `name` has read the last, so nobody needs it."""
+        """The exchange before the last, which nobody needs: whoever is in `name` has read the last."""
         self._exchanges.append(name)
         return self._exchanges.popleft() if len(self._exchanges) > 2 else None
 

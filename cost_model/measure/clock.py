@@ -56,7 +56,7 @@ class CudaMarks(Marks):
 
 
 def marks_of(device_type: str) -> Marks:
-    """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
+    """The marks of "cuda" or "cpu"; any other device is timed as the CPU is."""
     return CudaMarks() if device_type == "cuda" else Marks()
 
 
@@ -174,7 +174,7 @@ def device_clock(device_type: str) -> Clock:
 
 @dataclass(frozen=True)
 class ProcessorClock(Clock):
-    """Of work that waits for nobody. ranks_per_core: that compute at once."""
+    """Processor time, for work that waits for nobody. ranks_per_core: that compute at once."""
 
     ranks_per_core: float
 
@@ -186,7 +186,7 @@ class ProcessorClock(Clock):
 
 
 def clocks(device_type: str, peers: Peers, given: Clock | None) -> tuple[Clock, Clock]:
-    """Of all that is timed, and of kernels alone. given: for both; None: those of the device."""
+    """The clock of all that is timed, and that of kernels alone. given: for both; None: those of the device."""
     if given is not None:
         return given, given
     clock = device_clock(device_type)
@@ -194,13 +194,13 @@ def clocks(device_type: str, peers: Peers, given: Clock | None) -> tuple[Clock, 
 
 
 def compute_clock(device_type: str, peers: Peers) -> Clock | None:
-    """Of kernels alone; None where the clock of all else serves: on GPUs, and where ranks have cores enough."""
+    """The clock of kernels; None where the clock of all else serves: on GPUs, and where ranks have cores enough."""
     shared = ranks_per_core(peers) if device_type == "cpu" else None
     return None if shared is None else ProcessorClock(shared)
 
 
 def ranks_per_core(peers: Peers) -> float | None:
-    """Of the cores that this rank may use; None where there is a core for every thread of the ranks that use them."""
+    """Ranks for each core that this one may use; None where there is a core for every thread of those ranks."""
     machine, cores = machine_id(), frozenset(own_cores())
     said = peers.everyones((machine, cores, torch.get_num_threads()))
     near = [one for one in said if one[0] == machine and one[1] & cores]

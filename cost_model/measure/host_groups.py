@@ -36,7 +36,7 @@ _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
 _PREFIX = "autoshard-ranks-"
 _TEXT_NBYTES = 256
-"""Of what ranks say: a host's name, a folder's."""
+"""Room for what a rank says: a host's name, a folder's."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
 """As torch keeps its groups: by process, until they are destroyed."""
@@ -69,7 +69,7 @@ def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
 
 
 def _network() -> str:
-    """Of Linux's network namespaces the one that this process is in: ranks in several were put apart, as containers
+    """This process's network namespace (Linux): ranks in several were put apart, as containers
     are, and each rank of an emulated host that has a link of its own."""
     try:
         return os.readlink("/proc/self/ns/net")

@@ -43,13 +43,13 @@ _LATE = "Connection timed out: a rank of this host did not come to a collective 
 
 
 def chunk_nbytes(ranks: int) -> int:
-    """Of each rank of a group, in each of two turns."""
+    """Bytes of each rank of a group, in each of two turns."""
     fair = _MOST_MEMORY // (2 * (ranks + 1))
     return max(_ALIGNED, min(_MOST_CHUNK, fair // _ALIGNED * _ALIGNED))
 
 
 def memory_nbytes(ranks: int) -> int:
-    """Of a group: a chunk of each rank and one of results, twice."""
+    """Bytes of a group: a chunk of each rank and one of results, twice."""
     return 2 * (ranks + 1) * chunk_nbytes(ranks)
 
 

@@ -135,7 +135,7 @@ def _best(fits: Sequence[_Fit], level: int) -> float:
 
 
 _SHARED_NBYTES = 2**20
-"""Of the collective where ranks share cores: between a bucket of gradients and a small activation."""
+"""Size of the collective where ranks share cores: between a bucket of gradients and a small activation."""
 
 
 def hidden_share(communication: float, compute: float, both: float) -> float:
@@ -206,7 +206,7 @@ def _series(name: str, nbytes: int, work: Work) -> Series:
 
 
 _TIMES = (1, 4, 16, 48)
-"""Of the products that collectives are timed behind: about 1, 4, 16 and 48 milliseconds of a core."""
+"""Multiples of the products that collectives are timed behind: about 1, 4, 16 and 48 milliseconds of a core."""
 _KIND, _NBYTES = "all_reduce", 2**12
 """What ranks come late to: little data, so that little else takes time."""
 

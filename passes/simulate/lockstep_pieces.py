@@ -19,7 +19,7 @@ from passes.stages.stage_graph import StageGraph
 Known = list[dict[str, Tensor]]
 """Per rank its values by name."""
 Ranks = Sequence[RankPieces]
-"""Of one piece, per rank."""
+"""One piece, per rank."""
 
 
 def simulate_pieces(
