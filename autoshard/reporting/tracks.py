@@ -167,7 +167,7 @@ def _median(runs: Sequence[Tracks]) -> Tracks:
 
 
 class PeakCounter:
-    """Counts a GPU's tensors, not what its allocator keeps for later. A report resets the peak. Tests bring their own."""
+    """Counts a GPU's tensors, not what its allocator keeps. A report resets the peak. Tests bring their own."""
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()

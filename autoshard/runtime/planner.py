@@ -114,7 +114,7 @@ class Planner:
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
     ) -> Found:
-        """The plan of another kind of call: the layouts there are or, if they do not fit, a search that keeps `held`."""
+        """The plan of another kind of call: the layouts there are or, if they do not fit, a search with `held`."""
         task = self._task(captured, layouts, held)
         if isinstance(first, PipelinePlan):
             return _alone(carried_stages(task, first))

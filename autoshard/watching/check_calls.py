@@ -17,7 +17,7 @@ from autoshard.watching.sums import Figure, as_sums, difference
 from autoshard.watching.watch import Watch
 from cost_model.errors import RankError
 from cost_model.mesh import MeshSpec
-from passes.capture.call import flatten_call, tensor_names
+from passes.capture.call import TensorKey, flatten_call, tensor_names
 from passes.ir.joint import JointGraph
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
@@ -27,7 +27,7 @@ from passes.plan.describe import graph_hash
 def kind_of(model: nn.Module, joint: JointGraph) -> str:
     """The same on all ranks for the same program: global shapes for people, and the hash of all that it computes."""
     pairs = zip(joint.inputs, joint.placeholders, strict=True)
-    shapes = [_shown(node.meta["val"]) for spec, node in pairs if spec.kind == "input"]
+    shapes = [str(TensorKey.of(node.meta["val"])) for spec, node in pairs if spec.kind == "input"]
     mode = "training" if model.training else "eval"
     mode += ", gradients" if any(spec.kind == "tangent" for spec in joint.inputs) else ", no gradients"
     return f"{type(model).__name__}({', '.join(shapes)}), {mode}, program {graph_hash(joint)[:8]}"
@@ -35,9 +35,8 @@ def kind_of(model: nn.Module, joint: JointGraph) -> str:
 
 def local_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """This rank's tensors, for people."""
-    tensors, key = flatten_call(args, kwargs)
-    names = tensor_names(key)
-    return ", ".join(f"{name} {_shown(tensor)}" for name, tensor in zip(names, tensors, strict=True))
+    _, key = flatten_call(args, kwargs)
+    return ", ".join(f"{name} {one}" for name, one in zip(tensor_names(key), key.tensors, strict=True))
 
 
 def tensor_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -52,10 +51,6 @@ def turns_of(watch: Watch | None, kind: str) -> Callable[[str], AbstractContextM
         return lambda phase: nullcontext()
     keys = {phase: f"{phase} of {kind}" for phase in ("forward", "backward")}
     return lambda phase: watch.turn(keys[phase])
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 SLOPES = (0.6180339887498949, 0.4142135623730951, 0.7320508075688772, 0.2360679774997897)
