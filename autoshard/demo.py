@@ -100,7 +100,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class DemoRun:
-    """What every rank is told. folder: where ranks meet and leave their results."""
+    """Options of every rank. folder: where ranks meet and leave their results."""
 
     ranks: int
     steps: int

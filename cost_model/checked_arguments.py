@@ -91,8 +91,8 @@ MOST_DIGITS = 18
 
 
 def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
-    """What `text` says. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is nested
-    deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
+    """The data of a JSON text. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is
+    nested deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
     try:
         data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=parse_integer)
         if "\\ud" in text.lower():  # half of a character: no file can hold it
@@ -151,7 +151,7 @@ def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
 
 
 def read_json(path: Path, what: str, error: type[AutoshardError]) -> Any:
-    """What the file's JSON says. `error`, naming the file, for whatever is wrong with it."""
+    """The data of a JSON file. `error`, naming the file, for whatever is wrong with it."""
     return parse_json(read_text(path, what, error), repr(str(path)), error)
 
 

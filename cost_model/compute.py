@@ -101,7 +101,7 @@ class ComputePrices:
         return self.timed.seconds(key, work, self._modelled, self._scales[limit])
 
     def priced(self, key: KernelKey | None) -> Priced:
-        """Where `work_seconds` of a kernel comes from."""
+        """The origin of a kernel's `work_seconds`."""
         return "modelled" if self.timed is None or key is None else self.timed.priced(key)
 
     def _modelled(self, work: KernelWork) -> float:

@@ -32,7 +32,7 @@ class Optimizer:
     element_nbytes: int = 0
 
     def state_nbytes(self, nbytes: int, element_size: int) -> int:
-        """What it keeps for a parameter of `nbytes`, whose numbers take `element_size` bytes each."""
+        """Bytes that it keeps for a parameter of `nbytes`, whose numbers take `element_size` bytes each."""
         return nbytes * self.states + nbytes // element_size * self.element_nbytes
 
 

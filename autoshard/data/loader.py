@@ -159,7 +159,7 @@ class PartLoader(DataLoader[Any]):
         self.epoch, self._done, self._resume = state["epoch"], state["batch"], state["batch"]
 
     def _identity(self) -> dict[str, int]:
-        """What makes the order of batches, whatever the mesh: a state may be loaded on another one."""
+        """Everything that decides the order of batches. The mesh does not: a state may be loaded on another one."""
         parts = self.parts
         return {
             "length": parts.length,

@@ -112,7 +112,7 @@ def _checked_sizes(
 
 
 def spans_of(layout: Layout, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[Span, ...]:
-    """What `rank` holds of every dim, in global coordinates."""
+    """The span of every dim that `rank` holds, in global coordinates."""
     return tuple(layout.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
 
 

@@ -34,7 +34,7 @@ from passes.plan.graph_text import format_seconds
 _log = logging.getLogger("autoshard")
 
 _Next = tuple[tuple[Case, ...], float]
-"""What is to be timed next, and for how many seconds."""
+"""Cases to time next, and for how many seconds."""
 
 
 class DividedRounds:
@@ -69,7 +69,7 @@ class DividedRounds:
         return max(0.0, self._deadline.left - self._planning_seconds)
 
     def wanted(self) -> tuple[Case, ...]:
-        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
+        """Cases to time next, in this order, a few known kernels first; (): none."""
         # Each round of timing is followed by a plan of the whole call.
         ended = self._done or self._rounds >= 3 or self.seconds_left <= 0.0
         known = replace(self._task, timed=self.timed)
@@ -79,7 +79,7 @@ class DividedRounds:
         return cases
 
     def _finish(self) -> None:
-        """What was rehearsed before is known."""
+        """Ends timing; takes over the rehearsal of an earlier start, if there was one."""
         self._done = True
         self._rehearsal = plan_path(self._task, "rehearsed", self.plan.fingerprint)
         known = kept_rehearsal(self._rehearsal)
@@ -101,7 +101,7 @@ class DividedRounds:
         _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
 
     def keep(self, plan: AnyPlan) -> None:
-        """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
+        """Keeps how long a step took: the next start plans again, under these times, and finds the same plan."""
         assert plan.rehearsed is not None
         keep_rehearsal(self._rehearsal, plan.rehearsed.measured, plan.rehearsed.busy)
 
@@ -111,7 +111,7 @@ class DividedRounds:
 
 
 def _decided(plan: AnyPlan) -> object:
-    """What makes it another plan, prices aside."""
+    """Two plans with equal values are the same plan, prices aside."""
     if isinstance(plan, PipelinePlan):
         return plan.axis, plan.schedule, plan.micro_batches, plan.cut, [one.assignment for one in plan.stages]
     return plan.micro_batches, plan.head_pieces, plan.assignment

@@ -82,7 +82,7 @@ class Rounds:
             self._search()
 
     def wanted(self) -> tuple[Case, ...]:
-        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
+        """Cases to time next, in this order, a few known kernels first; (): none."""
         if self._done:
             return ()
         ended = self._confirming or self._stayed or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
@@ -93,7 +93,7 @@ class Rounds:
         return cases
 
     def _to_confirm(self) -> Cases:
-        """What is unknown of the plan that is chosen so far, where it is much of it; once."""
+        """Untimed cases of the plan that is chosen so far, where they are much of it; once."""
         if self._confirming:
             return Cases(())
         self._confirming = True
@@ -159,7 +159,7 @@ class Rounds:
         return plan
 
     def _missing(self) -> Cases:
-        """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
+        """Untimed cases of the plan and its rivals, the fastest plan first; of each the longest case first."""
         own = self._cases(TimedCandidate.of(self.plan))
         others = chain.from_iterable(self._cases(rival).unknown for rival in self._rivals())
         return Cases((*own.unknown, *own.instead, *others), own.again)

@@ -68,7 +68,7 @@ def time_work(
     clock: Clock | None = None,
     backend: str = "inductor",
 ) -> TimedPrices:
-    """What each of `cases` takes, in their order, until about `seconds` are over. All ranks of the world enter with
+    """Times each of `cases`, in their order, until about `seconds` are over. All ranks of the world enter with
     equal arguments, and get the same. backend: what compiles fused groups.
 
     What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
@@ -192,7 +192,7 @@ class TimedStore:
         return cache_path(self.key, "timed")
 
     def read(self) -> TimedPrices:
-        """What was timed before: nothing, if there is no file, or something else in it."""
+        """Earlier times; none, if there is no file, or something else in it."""
         if not os.path.exists(self.path):
             return TimedPrices()
         try:

@@ -1,4 +1,4 @@
-"""What of a plan is timed: its distinct kernels and collectives, and a few that are known, again."""
+"""The cases of a plan that are timed: its distinct kernels and collectives, and a few known ones again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
-"""What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
+"""Refining may take so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
 START_SECONDS, NODE_SECONDS = 8.0, 0.04
-"""What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
+"""It may take at most so long for a graph without nodes, and for each node: searching and timing take as long as
 there is to search and to time, whatever a busy machine predicts of a step."""
 
 COMPILING_SECONDS = 2.0
@@ -147,8 +147,8 @@ def distinct(case: Case) -> object:
 
 
 def cases_of_parts(plan: AnyPlan, task: Task) -> Cases:
-    """What `task.timed` does not know, each once, what takes most of a piece first; again: of the first part. task: of
-    the whole call."""
+    """Cases that `task.timed` does not know, each once, the longest of a piece first; again: of the first part.
+    task: of the whole call."""
     parts = [cases_of(_piece(plan, part), own) for part, own in _parts(plan, task)]
     found: dict[object, Case] = {}
     for case in chain.from_iterable(cases.unknown for cases in parts):

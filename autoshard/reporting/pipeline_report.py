@@ -41,7 +41,7 @@ class PipelineFigures:
 
 
 class Report(ABC, Generic[F]):
-    """What `report` measures of a model; filled when its block ends. figures: everything in `text`, as data."""
+    """A report on a model; filled when its block ends. figures: everything in `text`, as data."""
 
     def __init__(self, session: Session, warmup: int, watching: list[Any], recorder: Any) -> None:
         self._session, self._warmup = session, warmup

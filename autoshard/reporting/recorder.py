@@ -41,7 +41,7 @@ class SeenWhole:
         return predict_phases(self._phases, prices, axes_of)
 
     def probed(self, marks: Marks) -> Callable[[], Probed]:
-        """What runs it once, op by op."""
+        """A function that runs it once, op by op."""
         compiler = TimedCompiler(marks)
         programs = [compiler(graph)[0] for graph in self._graphs]
 
@@ -171,7 +171,7 @@ class StepTimes:
 
     @property
     def other(self) -> float:
-        """What is in no phase: data, gradients set to zero, the loop itself."""
+        """Seconds in no phase: data, gradients set to zero, the loop itself."""
         return self.seconds - sum(self.phases.values())
 
 

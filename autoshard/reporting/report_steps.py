@@ -263,7 +263,7 @@ def _fill(model: nn.Module, device: torch.device) -> None:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """What to differentiate of a model's outputs; ShardingError if nothing can be."""
+    """The loss among a model's outputs; ShardingError if none can be differentiated."""
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")

@@ -37,7 +37,7 @@ _WORK = {
     "reduce_scatter_tensor": ("gloo:reduce_scatter", "gloo:all_reduce"),
     "all_to_all_single": ("gloo:all_to_all",),
 }
-"""What gloo's threads run for a collective that is no messages of its own."""
+"""Work of gloo's threads for a collective that sends no messages of its own."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _steps(events: Sequence[Range]) -> Iterator[list[Range]]:
 
 
 def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
-    """What the profiler saw of one step of collectives of `kinds`, in this order, from the begin of its forward on.
+    """The tracks of one step, which issues collectives of `kinds` in this order, from the begin of its forward on.
 
     Messages that begin inside a collective are its own, and so is what it does in memory that ranks share. Other work
     of gloo runs on threads of its own, later than it was issued and, of a kind, in that order. None if anything is

@@ -88,7 +88,7 @@ class CallGradients:
         return [outputs[i] for i in self._constant]
 
     def overwritten(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
-        """What a call reads of buffers that it writes, to be read again."""
+        """Copies of the buffers that a call writes, to be read again."""
         return {leaf: leaves[leaf].clone() for _, leaf in self.buffers}
 
     def loss_tangent(self, tangents: Sequence[Tensor | None]) -> Tensor | None:
@@ -153,7 +153,7 @@ class CallProgram(ABC):
     @property
     @abstractmethod
     def gradients(self) -> Sequence[GraphOutput]:
-        """What `run_backward` returns; empty where nothing is trained."""
+        """The gradients that `run_backward` returns; empty where nothing is trained."""
 
     @abstractmethod
     def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor], Any]:

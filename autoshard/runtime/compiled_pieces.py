@@ -37,7 +37,7 @@ class Compiler:
     def __call__(
         self, module: fx.GraphModule, adding: Sequence[int] = ()
     ) -> tuple[Compiled, tuple[Tensor, ...]]:
-        """What runs it, and how its inputs look. adding: as `compile_graph` takes it."""
+        """The compiled graph, and how its inputs look. adding: as for `compile_graph`."""
         text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         results: Any = module.graph.output_node().args[0]
@@ -254,7 +254,7 @@ def program_in_pieces(
     observers: Sequence[Observer],
     around: Around,
 ) -> AtOnce:
-    """What `autoshard.runtime.step.Program` is, of the programs of all pieces, in the order in which they run."""
+    """The counterpart of `autoshard.runtime.step.Program` for the programs of all pieces, in the order of running."""
     first = programs[0]
     placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
     pairs = list(zip(placeholders, first.inputs, strict=True))

@@ -1,4 +1,4 @@
-"""What runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
+"""Runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.ir.joint import GraphInput, JointGraph
 
 
 class SeedStream:
-    """Where the seeds of a model's calls come from; `torch.distributed.checkpoint` saves and loads it as it is.
+    """The stream of seeds of a model's calls; `torch.distributed.checkpoint` saves and loads it as it is.
 
     A stream starts at the first plan, with rank 0's `torch.initial_seed()`. One that was loaded before goes on where
     it was saved. It is the same on every rank.
@@ -91,7 +91,7 @@ class Programs:
 
 
 class Home(Protocol):
-    """Where programs are made, and a call's tensors come from: a session."""
+    """A session: programs are made for it, and a call's tensors come from it."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -152,7 +152,7 @@ Leaf = Callable[[Sequence[Tensor]], Tensor]
 
 
 def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide) -> Leaf:
-    """How to get the tensor of one placeholder in a call."""
+    """A function that gets the tensor of one placeholder in a call."""
     device = local_device(home.mesh)
     if spec.kind == "seed":
         return lambda tensors: seed_on(home.seeds.next(), device)

@@ -35,7 +35,7 @@ class _Watch:
     values: tuple[Any, ...]
     same: Callable[[Any, Any], bool]
     held: Any = None
-    """Where the values stand: a dict, of which `names` are watched, or a list."""
+    """The container of the values: a dict, of which `names` are watched, or a list."""
     picked: bool = False
     """Whether `names` are some of the dict's keys only."""
 

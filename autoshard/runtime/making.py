@@ -46,7 +46,7 @@ Made = Callable[[str], CallProgram]
 
 
 def places_of(mesh: DeviceMesh, plan: AnyPlan) -> dict[str, Place]:
-    """Where a plan has each parameter. On all ranks together: with stages, meshes are made of the ranks of some."""
+    """The place of each parameter. On all ranks together: with stages, meshes are made of the ranks of some."""
     if not isinstance(plan, PipelinePlan):
         return {name: Place(mesh, placed) for name, placed in plan.parameters.items()}
     placed = {name: StagePlaced(plan.holders[name], where) for name, where in plan.parameters.items()}
@@ -205,7 +205,7 @@ def _programs(
 
 
 def _sides(joint: JointGraph, plan: AnyPlan) -> tuple[InputSide, ...]:
-    """Where a call's inputs meet the program: with stages, parameters as these hold them."""
+    """A call's inputs as the program takes them: with stages, parameters as these hold them."""
     known: dict[str, Layout] = {}
     for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
         if not isinstance(plan, PipelinePlan):

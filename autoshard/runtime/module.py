@@ -30,10 +30,10 @@ Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
 
 class Built(Protocol):
-    """What runs one kind of call."""
+    """An executable of one kind of call."""
 
     guards: Guards
-    """What it depends on beside the call's arguments and the module's mode."""
+    """Everything it depends on beside the call's arguments and the module's mode."""
     answers: tuple[Tensor, ...]
     """To what the forward asks of values: a call for which they come out otherwise raises Otherwise."""
 
@@ -132,7 +132,7 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
 
 
 def _run(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch.compile leaves alone: the programs are compiled already, and planning is not to be traced."""
+    """Runs a call. torch.compile leaves it alone: programs are compiled already, and planning is not to be traced."""
     otherwise: Otherwise | None = None
     while True:
         try:
@@ -156,7 +156,7 @@ def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:
 
 
 def dispatcher_of(model: nn.Module) -> Dispatcher | None:
-    """What `install` put on the model, if anything; also where a library wrapped it since, for autocast."""
+    """The dispatcher that `install` put on the model, if any; also where a library wrapped it since, for autocast."""
     found = vars(model).get("forward")
     while found is not None and not isinstance(found, Dispatcher):
         found = getattr(found, "__wrapped__", None)

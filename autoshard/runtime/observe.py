@@ -48,7 +48,7 @@ class PhaseRun:
 
     @property
     def forward(self) -> object:
-        """What a forward and its backward have in common."""
+        """The same object for a forward and its backward."""
         return self.phases.forward if isinstance(self.phases, Phases) else self.phases
 
 
@@ -86,7 +86,7 @@ def _told(observers: Sequence[Observer], run: PhaseRun) -> Generator[None]:
 
 
 StepPart = Literal["begin", "pieces", "end", "done"]
-"""What begins: a step, its first piece, what runs after the pieces; and the end of the step."""
+"""Begins of a step, of its first piece, and of what runs after the pieces; and the end of the step."""
 
 
 class StageClock(Protocol):

@@ -21,7 +21,7 @@ from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 
 
 class RetiredParameter(nn.Parameter):
-    """What a replaced parameter becomes: empty, and every use of it an error.
+    """A parameter that was replaced: empty, and every use of it an error.
 
     Reading a stale `.grad` would silently give None, so that clipping a list of parameters made too
     early would clip nothing.

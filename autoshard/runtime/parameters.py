@@ -67,7 +67,7 @@ def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch gives, in half the time: autograd detaches every gradient that it stores."""
+    """The result of torch's own op, in half the time: autograd detaches every gradient that it stores."""
     (tensor,) = args
     return dtensor_from(op(local_of(tensor)), sharding_of(tensor))
 
@@ -102,7 +102,7 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter goes: its mesh, and a placement for each of its axes."""
+    """The place of a parameter: its mesh, and a placement for each of its axes."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -231,7 +231,7 @@ class _GradientHook:
 
 @dataclass(frozen=True)
 class StagePlaced:
-    """Where one parameter is: the stages that hold it, ascending, and a placement for each axis of the mesh.
+    """The place of one parameter: the stages that hold it, ascending, and a placement for each axis of the mesh.
 
     On the axis of the stages that is Replicate().
     """

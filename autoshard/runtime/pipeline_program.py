@@ -35,7 +35,7 @@ from passes.layout.layout import Layout
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """Where the ends of a call are.
+    """The ends of a call, and the ranks that have them.
 
     joint:    of the call, whole or of its first piece. spec, rank: a stage's mesh, and this rank's place in it.
     returned: tensor output of the call -> (coordinate along the stage axis of the ranks that return it, layout), of

@@ -68,7 +68,7 @@ class StageOnRank:
 
 
 class StageRun(PiecesRun):
-    """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of
+    """The computing of a stage for each piece. It keeps by itself what its backward needs, and adds up the gradients of
     its parameters and what it returns to the caller.
 
     A step: `start`, forward and backward of all pieces in any order, `finish`."""
@@ -182,7 +182,7 @@ class PipelineStage:
         return self._transfers(dist.isend, self._gradients.pop(bwd_chunk_id, ()), self.stage_index - 1)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
-        """What is sent; of the last stage a number that stands for its loss, so that a backward follows."""
+        """The values to send; of the last stage a number that stands for its loss, so that a backward follows."""
         with torch.no_grad(), self._timed("forward", fwd_chunk_id):
             sent = self._programs.forward(fwd_chunk_id, self._received.pop(fwd_chunk_id, ()))
         self._sent[fwd_chunk_id] = [value.contiguous() for value in sent]

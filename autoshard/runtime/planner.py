@@ -33,7 +33,7 @@ from passes.micro_batches.uncut import Uncut
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked `autoshard` for; see its docstring. profile: None until it is measured."""
+    """The user's arguments of `autoshard`; see its docstring. profile: None until it is measured."""
 
     profile: Profile | None
     memory_limit: int | None

@@ -23,7 +23,7 @@ from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
 
 
 def local_device(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's shards live: the CPU, or the process's current device of the mesh's type."""
+    """The device of this rank's shards: the CPU, or the process's current device of the mesh's type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
@@ -35,7 +35,7 @@ def bound_device() -> torch.device | None:
 
 
 class Kept(dict[Any, Any]):
-    """What it holds belongs to a process: a saved mesh comes back without any, a copied one shares it.
+    """Values that belong to a process: a saved mesh comes back without any, a copied one shares them.
 
     It is saved as an empty OrderedDict, which `torch.load` takes without being told of this class.
     """
@@ -48,7 +48,7 @@ class Kept(dict[Any, Any]):
 
 
 def kept_on(mesh: DeviceMesh, what: str) -> Kept:
-    """What there is so far of `what`, to be read and added to."""
+    """The values of kind `what` that there are so far, to be read and added to."""
     name = f"_autoshard_{what}"
     found = vars(mesh).get(name)
     if not isinstance(found, Kept):
@@ -103,7 +103,7 @@ def _split(mesh: DeviceMesh, members: Sequence[Sequence[int]], name: str) -> dis
 
 
 class PartOf(NamedTuple):
-    """What a mesh of stages is a part of: the ranks of `whole` whose coordinate along `axis` is in `holders`."""
+    """A mesh of stages as a part of `whole`: the ranks whose coordinate along `axis` is in `holders`."""
 
     whole: DeviceMesh
     axis: str
@@ -136,7 +136,7 @@ def holders_mesh(mesh: DeviceMesh, axis: str, holders: tuple[int, ...]) -> Devic
 
 
 def part_of(mesh: DeviceMesh) -> PartOf | None:
-    """What a mesh that `holders_mesh` made is a part of; None for any other mesh."""
+    """How a mesh that `holders_mesh` made is a part of another; None for any other mesh."""
     found = vars(mesh).get("_autoshard_part_of")
     return None if found is None else PartOf(*found)
 

@@ -101,7 +101,7 @@ def beside_each_other(needs: Sequence[int], room: int) -> bool:
 
 
 def rounds_within(seconds: float) -> int:
-    """How often plans run whose slowest takes `seconds` a step."""
+    """The number of steps of each plan, where the slowest takes `seconds` a step."""
     return steps_within(seconds, _LEAST_ROUNDS)
 
 

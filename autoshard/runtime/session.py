@@ -90,7 +90,7 @@ class Session:
         return stages_of(self.mesh.get_rank(), subject)(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What of a call's arguments decides its graph."""
+        """The part of a call's arguments that decides its graph."""
         return flatten_call(args, kwargs)[1]
 
     def build(
@@ -215,12 +215,12 @@ class Session:
         }
 
     def prices(self, profile: Profile | None = None) -> Prices:
-        """What the program's kernels and collectives cost under `profile`, or the session's own."""
+        """The prices of the program's kernels and collectives under `profile`, or the session's own."""
         return prices_of(profile or self.profile, self.spec, self.settings.backend)
 
     @property
     def profile(self) -> Profile:
-        """What it plans with."""
+        """The profile that it plans with."""
         assert self.settings.profile is not None
         return self.settings.profile
 

@@ -27,7 +27,7 @@ from passes.layout.placements import placements_to_layout
 def result_elsewhere(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, propagate: Callable[[], Any]
 ) -> Any:
-    """What the op gives here; NotImplemented where torch's answer is as good. propagate: () -> torch's shardings."""
+    """The op's result here; NotImplemented where torch's answer is as good. propagate: () -> torch's shardings."""
     operand = next((local_of(value) for value in args if isinstance(value, Tensor)), None)
     if mesh.get_coordinate() is not None or operand is None or op._schema.is_mutable:
         return NotImplemented

@@ -182,7 +182,7 @@ def _greatest(shares: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
 
 
 def _share(tensor: Tensor, order: float, pipeline: DeviceMesh) -> Tensor:
-    """What this rank's part adds to the norm: the sum of powers, the number of those not 0 for order 0, and the
+    """The share of this rank's part in the norm: the sum of powers, the number of those not 0 for order 0, and the
     extreme itself for inf. Of ranks with the same part one counts it."""
     part = _own_part(tensor, pipeline)
     if part is None or not part.numel():

@@ -167,7 +167,7 @@ _log = logging.getLogger("autoshard")
 
 
 def steps_within(seconds: float, least: int) -> int:
-    """How many steps of so many seconds are timed, `least` at least."""
+    """The number of steps of so many seconds that are timed, `least` at least."""
     return max(least, min(_MOST_STEPS, int(_SECONDS / max(seconds, 1e-9))))
 
 

@@ -62,7 +62,7 @@ def piece_error(
 def _summed(
     pieces: Sequence[torch.Tensor | None], expected: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all summands of a halo add up to along its dims, and what they should."""
+    """The sum of all summands of a halo along its dims, and the sum that they should have."""
 
     dims = range(expected.ndim)
     along = [d for d in dims if layout.halos[d] is not None]
@@ -114,7 +114,7 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
 
 
 def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
-    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
+    """The part of a global `value` that `rank` holds: its shard; of a pending sum, index 0 of the axis holds all."""
     part = shard_of(value, layout, mesh, rank)
     here = mesh.coordinate(rank)
     if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):

@@ -142,7 +142,7 @@ class Replicas:
 
 
 def _part(parameter: DTensor) -> str | None:
-    """What this rank has of it, "" for all; None if no other rank has the same."""
+    """The part of it that this rank has, "" for all; None if no other rank has the same."""
     mesh, placements = parameter.device_mesh, parameter.placements
     here = mesh.get_coordinate()
     axes = range(len(placements))

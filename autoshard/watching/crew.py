@@ -115,7 +115,7 @@ def _address(ask: Any, descriptor: int) -> Address:
 
 
 def this_host() -> str:
-    """What is the same for two processes that can see each other's ids, and for no others."""
+    """The same text for two processes that can see each other's ids, and for no others."""
     parts = [socket.gethostname(), machine_id()]
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -176,7 +176,7 @@ class Member:
 
 
 class Crew:
-    """What this rank knows of the others' processes. told: what gloo has told of its addresses."""
+    """The processes of the other ranks, as far as this one knows. told: what gloo has told of its addresses."""
 
     LOOK_SECONDS, SILENT_SECONDS = 5.0, 20.0
 

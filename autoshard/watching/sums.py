@@ -203,7 +203,7 @@ class _Noted:
 
 
 class Sums:
-    """What this rank has to compare, of the last turns. The main thread notes it, the watch sends and compares."""
+    """This rank's sums of the last turns. The main thread notes them, the watch sends and compares."""
 
     KEPT = 64
 

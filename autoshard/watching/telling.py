@@ -70,7 +70,7 @@ class Board:
         self._store.delete_key(self._key(name, self.rank))
 
     def told_by_gloo(self) -> bytes:
-        """What gloo's ranks have told each other so far: the addresses where they listen are in it.
+        """The bytes that gloo's ranks have told each other so far: the addresses where they listen are in them.
 
         Empty where the store does not list its keys.
         """
@@ -206,7 +206,7 @@ class Telling:
         self._idling = Idling(threading.get_native_id())
 
     def tell(self) -> None:
-        """What has changed, and now and then that nothing has."""
+        """Tells what has changed, and now and then that nothing has."""
         state = self.state()
         changed = (state.turns[-1:], state.inside, state.waits) != (
             self.told.turns[-1:],

@@ -136,7 +136,7 @@ class Watch:
             self._stop(self.board.condemn(verdict) or verdict)
 
     def _fault(self) -> str | None:
-        """What this rank finds wrong: a process that died, and, if no lower rank is there to look, all else."""
+        """The first thing that is wrong: a process that died, and, if no lower rank is there to look, all else."""
         self._crew.look()
         if not self._crew.complete:
             absent = self._crew.lost_before()

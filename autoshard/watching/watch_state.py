@@ -1,4 +1,4 @@
-"""What a rank tells the others about itself, and the judgement over what all tell."""
+"""A rank's account of itself, and the judgement over those of all."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ _EDGE, _PRODUCTS = 2048, 8
 
 
 class Clock:
-    """What times work: by wall time, where work is done when the call returns. Tests bring their own."""
+    """Times work by wall time, where work is done when the call returns. Tests bring their own."""
 
     def now(self) -> float:
         """Seconds since some start, for budgets."""

@@ -171,7 +171,7 @@ PRODUCTS, _EDGE = 10, 128
 
 
 class Pause:
-    """What a collective is timed behind: `products` products, as it comes in a step behind some computing.
+    """Computing before a collective that is timed: `products` products, as it comes in a step behind some computing.
 
     Ranks that compute between two collectives come to the next one at different times, above all where they share
     cores, and processes that slept must wake. Messages between 2 ranks on 2 cores took 0.2 ms in a row without a pause,
@@ -225,7 +225,7 @@ def collective_series(
 
 
 def beyond_pause(curve: SampledCurve, pause: SampledCurve) -> SampledCurve:
-    """What the collective of a series takes beyond the pause before it."""
+    """The time of a series' collective beyond the pause before it."""
     (alone,) = pause.seconds
     # A tenth of both is the collective's at least: noise may leave less of a short one.
     left = lambda seconds: max(seconds - alone, 0.1 * seconds)

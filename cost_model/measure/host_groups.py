@@ -43,7 +43,7 @@ _known: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDiction
 
 
 def host_memory_of(group: dist.ProcessGroup) -> HostMemory | None:
-    """What the ranks of `group`, this one among them, share; None where they are on several hosts, or cannot.
+    """The memory that the ranks of `group`, this one among them, share; None if they are on several hosts, or cannot.
 
     All ranks of the group ask at the same collective. At the first one they wait for each other, over gloo.
     """

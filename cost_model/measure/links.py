@@ -208,7 +208,7 @@ def _series(name: str, nbytes: int, work: Work) -> Series:
 _TIMES = (1, 4, 16, 48)
 """Multiples of the products that collectives are timed behind: about 1, 4, 16 and 48 milliseconds of a core."""
 _KIND, _NBYTES = "all_reduce", 2**12
-"""What ranks come late to: little data, so that little else takes time."""
+"""The collective that ranks come late to: of little data, so that little else takes time."""
 
 
 def measure_lateness(bench: Bench, seconds: float) -> Lateness | None:

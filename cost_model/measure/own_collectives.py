@@ -108,7 +108,7 @@ def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: dist.ProcessGrou
 
 
 SHARED = "autoshard: through shared memory"
-"""What a profiler calls a collective that goes this way."""
+"""The profiler's name of a collective that goes this way."""
 
 
 def all_gather(operand: Tensor, group: dist.ProcessGroup) -> Started | None:

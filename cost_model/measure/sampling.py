@@ -174,7 +174,7 @@ def sample(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a profile is measured: this rank's device, all ranks, their groups by shape, and what times work.
+    """The bench of a profile: this rank's device, all ranks, their groups by shape, and the clocks.
 
     of_kernels: `clock`, but where ranks share cores (`cost_model.measure.clock`).
     """

@@ -82,7 +82,7 @@ def piece_backward(mesh: MeshSpec, ranks: Ranks, known: Known, kept: Sequence[li
 
 
 def _given(parts: RankPieces, values: dict[str, Tensor], *, late: bool) -> list[Tensor]:
-    """What a piece is given, late: tangents alone."""
+    """The inputs of a piece's forward; late: its tangents."""
     pairs = zip(parts.given, parts.piece.inputs, strict=True)
     return given_values([one for one, spec in pairs if (spec.kind == "tangent") == late], values)
 

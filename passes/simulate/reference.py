@@ -1,4 +1,4 @@
-"""What the unsharded model computes: the values every sharded run is compared with."""
+"""The values of the unsharded model, which every sharded run is compared with, and how far rounding may move them."""
 
 from __future__ import annotations
 
