@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_model.errors import ShardingError
+from cost_model.measure.peers import existing_group, groups_over, new_group
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
 
@@ -63,12 +64,7 @@ def new_group_of(mesh: DeviceMesh, members: Sequence[Sequence[int]], name: str) 
     """
     if mesh.device_type != "cpu" and bound_device() is not None:
         return _split(mesh, members, name)
-    mine = None
-    for ranks in members:
-        group = dist.new_group(list(ranks), group_desc=name)
-        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
-            mine = group
-    return mine
+    return new_group(members, name)
 
 
 def own_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -199,8 +195,7 @@ def _along(mesh: DeviceMesh, spec: MeshSpec, axis: str, holders: tuple[int, ...]
         if not alone:
             alone["group"] = own_group(mesh)
         return alone["group"]
-    lines = {spec.group(rank, (axis,)): None for rank in range(spec.device_count)}
-    members = [[line[i] for i in holders] for line in lines]
+    members = [[line[i] for i in holders] for line in groups_over(spec, (axis,))]
     group = new_group_of(mesh, members, f"autoshard {axis} {','.join(map(str, holders))}")
     if group is not None:
         connect(group, mesh)
@@ -256,17 +251,9 @@ def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
     part = part_of(mesh)
     if part is not None:
         return _group_of_part(mesh, part, axes)
-    real = [axis for axis in axes if spec.size(axis) > 1]
-    if len(real) < 2:  # axes of one rank change nothing: no second communicator for the same ranks
-        return mesh.get_group(spec.index((real or axes)[0]))
-    if spec.size(*axes) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    # The other axes, in mesh order, number the groups: the same order of creation on every rank.
-    members = {spec.group(rank, axes): None for rank in range(spec.device_count)}
-    group = new_group_of(mesh, list(members), f"autoshard {','.join(axes)}")
-    assert isinstance(group, dist.ProcessGroup)
+    group = existing_group(mesh, spec, axes)
+    group = group or new_group_of(mesh, groups_over(spec, axes), f"autoshard {','.join(axes)}")
+    assert group is not None
     return group
 
 
