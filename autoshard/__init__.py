@@ -7,13 +7,12 @@ from autoshard.api import autoshard
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
-from autoshard.data.parts import weighted_mean
-from autoshard.data.scatter import gather, scatter
+from autoshard.data.scatter import gather, scatter, weighted_mean
 from autoshard.plan.find_plan import find_plan
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
-from autoshard.spatial.halos import halo_exchange
+from autoshard.spatial import halo_exchange
 from autoshard.verification.verify_plan import VerifyReport, verify
 from autoshard.version import __version__
 from cost_model.errors import (

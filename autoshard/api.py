@@ -19,7 +19,7 @@ from autoshard.arguments import (
     checked_race,
     optimizer_name,
 )
-from autoshard.calls.global_call import as_call
+from autoshard.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.plan import Plan

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoshard.calls.global_call import placement_leaves
-from autoshard.runtime.attachments import check_original
+from autoshard.global_call import placement_leaves
 from cost_model.checked_arguments import checked_count, checked_path, is_whole, reject, shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.memory import OPTIMIZERS
@@ -27,6 +29,66 @@ def checked_model(model: object) -> nn.Module:
         raise reject("model", model, "an nn.Module, such as nn.Linear(8, 8)")
     check_original(model)
     return model
+
+
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
+
+
+def check_original(model: nn.Module) -> None:
+    """ShardingError for a model that torch.compile, TorchScript, DDP or FSDP has made of another."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"{name or 'model'} is a TorchScript module ({type(module).__name__}), whose code autoshard cannot "
+                "trace\n  try: the original in its place, before torch.jit.script or torch.jit.trace"
+            )
+    if _is_compiled(model):
+        raise ShardingError(
+            "model is what torch.compile returned, and autoshard compiles each rank's program itself\n"
+            "  try: pass the original; backend=... chooses a backend of torch.compile"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (*_WRAPPERS, FSDPModule)):
+            raise ShardingError(_text(type(module).__name__, name))
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """ShardingError if DDP or FSDP took the model, or a part of it, since `autoshard` was called."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ShardingError(_text("fully_shard", name))
+    ours = set(model.modules())
+    for wrapper in _live_wrappers():
+        if not ours.isdisjoint(wrapper.modules()):
+            raise ShardingError(_text(type(wrapper).__name__, ""))
+
+
+def refuse_data_parallel(model: nn.Module) -> None:
+    """Make `DistributedDataParallel(model)` raise ShardingError: it asks a module which parameters to ignore."""
+    model._ddp_params_and_buffers_to_ignore = _Refusal()  # type: ignore[assignment]
+
+
+class _Refusal:
+    def __iter__(self) -> Iterator[str]:
+        raise ShardingError(_text("DistributedDataParallel", ""))
+
+
+def _text(wrapper: str, name: str) -> str:
+    what = f"{name} of the model" if name else "the model"
+    return (
+        f"{what} is wrapped by {wrapper}, and autoshard is the parallelism: gradients would be reduced twice\n"
+        "  try: the model without it; with accelerate, transformers' Trainer or Lightning as in docs/company.md"
+    )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    original: Any = vars(model).get("_modules", {}).get("_orig_mod")
+    return isinstance(original, nn.Module) and type(model).__name__ == "OptimizedModule"
+
+
+def _live_wrappers() -> list[nn.Module]:
+    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
+    return [o for o in gc.get_objects() if issubclass(type(o), _WRAPPERS)]
 
 
 def check_device(mesh: MeshSpec) -> None:

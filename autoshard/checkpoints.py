@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.data.parts import member
+from autoshard.data.rank_sampler import member
 from autoshard.watching.agreement import agree, collectively, from_first
 from cost_model.checked_arguments import checked_count, checked_path
 from cost_model.errors import RankError, ShardingError

@@ -98,7 +98,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    from autoshard.profiling.profile_arguments import add_profile
+    from autoshard.profiling.command import add_profile
 
     add_profile(commands, parse_mesh)
 
@@ -271,7 +271,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from autoshard.plan.plan_fits import plain_plan
-    from autoshard.reporting.report_command import ReportOptions, run_report
+    from autoshard.reporting.report_steps import ReportOptions, run_report
 
     model, example_inputs = load_model(arguments.model)
     options = ReportOptions(

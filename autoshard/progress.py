@@ -21,8 +21,8 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from autoshard.cache_files import cache_folder, write_whole
+from cost_model.checked_arguments import read_json
 from cost_model.errors import PlanError
-from cost_model.text_files import read_json
 
 _log = logging.getLogger("autoshard")
 

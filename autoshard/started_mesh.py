@@ -1,4 +1,4 @@
-"""The ranks that torchrun started, or this process alone, as a mesh."""
+"""The ranks that torchrun started, or this process alone, as a mesh; and in which order NCCL runs on their GPUs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.runtime.devices import ask_for_host_order
 from cost_model.measure.measure import check_device_type
 from cost_model.measure.sampling import check_world
 from cost_model.mesh import MeshSpec
@@ -49,3 +49,23 @@ def _join(device_type: str) -> None:
     if "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
+
+
+_HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_SINCE = (2, 26)
+
+
+def in_host_order() -> bool:
+    """Whether NCCL runs the kernels of several communicators of a GPU in the order in which the host issued them.
+
+    Then they may be in flight together, since every rank issues in one order. [NCCL user guide, "Using
+    multiple NCCL communicators concurrently"; since NCCL 2.26]
+    """
+    if os.environ.get(_HOST_ORDER, "0") in ("", "0") or not torch.cuda.is_available():
+        return False
+    return nccl.version()[:2] >= _SINCE
+
+
+def ask_for_host_order() -> None:
+    """For scripts of our own, before the process group is made: NCCL reads its environment once."""
+    os.environ.setdefault(_HOST_ORDER, "1")

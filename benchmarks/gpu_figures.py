@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
 from autoshard.started_mesh import started_mesh
@@ -38,9 +38,9 @@ from benchmarks.gpu_memory import within_limits
 from benchmarks.gpu_prediction import MODELS, compared
 from benchmarks.step_time import Trainer, in_turns
 from cost_model.collectives import CollectivePrices
+from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.units import format_bytes
 
 CONFIG = GPTConfig(context=1024, width=1024, heads=16, layers=8)
 BATCH = 8

@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import InfeasibleError, MeshSpec, autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from benchmarks.step_time import Trainer, in_turns
-from cost_model.memory import reserve_bytes
+from cost_model.memory import format_bytes, reserve_bytes
 from cost_model.profile import Profile
-from cost_model.units import format_bytes
 
 __all__ = ["within_limits"]
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import Plan, autoshard
-from autoshard.calls.global_call import global_call
-from autoshard.calls.outputs import output_layouts
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
+from autoshard.global_call import global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.profiling.startup import startup_profile

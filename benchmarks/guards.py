@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from autoshard.runtime.module import dispatcher_of
-from autoshard.watching.check_calls import Replicas
-from autoshard.watching.sums import OFTEN, PAUSE_SECONDS, sums_of
+from autoshard.watching.check_calls import Replicas, Sampler
+from autoshard.watching.sums import Pace
 from autoshard.watching.watch import Watch, watch_of
 from benchmarks.faults import free_port
 
@@ -69,10 +69,10 @@ def _rank(rank: int, ranks: int, steps_wanted: int, port: int) -> None:
     assert dispatcher is not None
     step, turn = statistics.median(steps), _median_seconds(lambda: _take(watch))
     lookup = _median_seconds(lambda: dispatcher.prepare(x, {}))
-    replicas = Replicas(model, [])
-    compared = _median_seconds(lambda: (sums_of(x), replicas.sampled(7), watch.updates.told()), 5)
+    replicas, sampler = Replicas(model, []), Sampler(4096)
+    compared = _median_seconds(lambda: (sampler.sums(x, 7), replicas.sampled(7), watch.updates.told()), 5)
     # Every 32 steps at most, and seldom before half of the pause is over.
-    comparing = compared / max(OFTEN * step, PAUSE_SECONDS / 2)
+    comparing = compared / max(Pace.OFTEN * step, Pace.PAUSE_SECONDS / 2)
     together = (lookup + 2 * turn) / step + share + comparing
     # On all ranks: they have the same turns.
     if rank == 0:

@@ -33,7 +33,7 @@ from benchmarks.racing.by_hand import FSDP_SETTINGS, fsdp, setting_text
 from benchmarks.racing.contestants import Meshes, Race, Runner, planned
 from benchmarks.racing.measure import timed_rounds, warm_up
 from benchmarks.racing.workloads import Workload
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 from passes.ir.torch_compat import allocations
 
 __all__ = ["main"]

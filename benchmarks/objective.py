@@ -26,8 +26,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from autoshard import InfeasibleError, MeshSpec, Profile
-from autoshard.calls.outputs import output_layouts
 from autoshard.cli import parse_mesh
+from autoshard.global_call import output_layouts
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
 from benchmarks.rivals.cases import NETWORKS

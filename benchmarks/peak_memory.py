@@ -28,7 +28,7 @@ from autoshard import InfeasibleError
 from benchmarks.faults import free_port
 from benchmarks.racing.more_workloads import llama, unet, vit
 from benchmarks.racing.workloads import Workload, convnet, gpt, mlp
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 
 __all__ = ["WORKLOADS", "main", "print_rows"]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from benchmarks.racing.models import MLP, ConvNet
 
 PHASES = ("forward", "backward", "update", "zero_grad")

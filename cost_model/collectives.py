@@ -20,10 +20,17 @@ from statistics import median
 from typing import Literal
 
 from cost_model.compute import ComputePrices
-from cost_model.curve import Curve
-from cost_model.groups import GroupShape, Occupancy, group_shape, mesh_occupancies
-from cost_model.link_model import Line, check_kind, floor_slope, model_lines
-from cost_model.measurements import CollectiveSamples
+from cost_model.groups import (
+    GroupShape,
+    Line,
+    Occupancy,
+    check_kind,
+    floor_slope,
+    group_shape,
+    mesh_occupancies,
+    model_lines,
+)
+from cost_model.measurements import CollectiveSamples, Curve
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cost_model.curve import Curve
-from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
+from cost_model.measurements import KERNEL_KINDS, Curve, KernelKind, MatmulRates
 from cost_model.memory import ADAMW
 from cost_model.profile_record import ProfileRecord
 from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices
@@ -102,7 +101,7 @@ class ComputePrices:
         return self.timed.seconds(key, work, self._modelled, self._scales[limit])
 
     def priced(self, key: KernelKey | None) -> Priced:
-        """Where `work_seconds` of a kernel comes from."""
+        """The origin of a kernel's `work_seconds`."""
         return "modelled" if self.timed is None or key is None else self.timed.priced(key)
 
     def _modelled(self, work: KernelWork) -> float:

@@ -7,9 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_model.collectives import CollectivePrices
-from cost_model.curve import monotone
-from cost_model.groups import GroupShape, group_ranks, group_shape, mesh_occupancies, occupancy, shapes_of
-from cost_model.link_model import floor_slope, model_lines
+from cost_model.groups import (
+    GroupShape,
+    floor_slope,
+    group_ranks,
+    group_shape,
+    mesh_occupancies,
+    model_lines,
+    occupancy,
+    shapes_of,
+)
 from cost_model.measurements import (
     KERNEL_KINDS,
     CollectiveSamples,
@@ -18,6 +25,7 @@ from cost_model.measurements import (
     LinkLevel,
     MatmulRates,
     UpdateRates,
+    monotone,
 )
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

@@ -32,7 +32,7 @@ class Optimizer:
     element_nbytes: int = 0
 
     def state_nbytes(self, nbytes: int, element_size: int) -> int:
-        """What it keeps for a parameter of `nbytes`, whose numbers take `element_size` bytes each."""
+        """Bytes that it keeps for a parameter of `nbytes`, whose numbers take `element_size` bytes each."""
         return nbytes * self.states + nbytes // element_size * self.element_nbytes
 
 
@@ -120,8 +120,6 @@ PEER_BYTES = 469_000_000
 """Added for every rank in reach of NVLink with which an all-to-all exchanges messages. The first all-to-all of eight
 H100s took 4.34 - 1.06 GB, over seven peers. [NVIDIA/nccl#1685]"""
 
-PEERS_IN_REACH = 7
-"""Ranks that one is joined to by NVLink in a machine of eight. Those beyond share one buffer. [NVIDIA/nccl#1450]"""
 
 NETWORK_BYTES = 512 << 20
 """The buffer that all messages over a network share. [NVIDIA/nccl#2363]"""
@@ -164,4 +162,43 @@ def reserve_bytes(mesh: MeshSpec, peers: Mapping[Axes, int] | None = None) -> in
 def _in_reach(mesh: MeshSpec, axes: Axes) -> int:
     """Other ranks of a group along `axes` in the same machine, where most are: ranks fill machines in their order."""
     ranks = group_ranks(group_shape(mesh, axes))
-    return sum(rank <= PEERS_IN_REACH for rank in ranks) - 1
+    # NVLink joins a rank to 7 others, in a machine of eight. Those beyond share one buffer. [NVIDIA/nccl#1450]
+    return sum(rank <= 7 for rank in ranks) - 1
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits in a readable unit: "12.4 us"."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def format_bytes(nbytes: int) -> str:
+    """1536 -> "1.54KB": decimal units, as `memory_limit` reads them."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.4g}{unit}"
+
+
+def enough_bytes(nbytes: int) -> str:
+    """As `format_bytes`, rounded up: a `memory_limit` as it is written here is no less than `nbytes`."""
+    last = _last_digit(nbytes)
+    return format_bytes(-(-nbytes // last) * last)
+
+
+def floor_bytes(nbytes: int) -> str:
+    """As `format_bytes`, rounded down: what is written here is no more than `nbytes`."""
+    last = _last_digit(nbytes)
+    return format_bytes(nbytes // last * last)
+
+
+def _last_digit(nbytes: int) -> int:
+    """Bytes of the last of the four digits that are written."""
+    scale = 1
+    while nbytes >= 1000 * scale and scale < 1000**4:
+        scale *= 1000
+    return max(1, scale // 10 ** (4 - len(str(nbytes // scale))))

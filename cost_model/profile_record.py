@@ -18,11 +18,10 @@ from typing import Annotated, Any, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from cost_model.checked_arguments import checked_path, shown
+from cost_model.checked_arguments import checked_path, parse_json, shown, write_text
 from cost_model.errors import ProfileError
 from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel, Positive
 from cost_model.profile_check import check_profile
-from cost_model.text_files import parse_json, write_text
 
 SCHEMA_VERSION = 2
 
@@ -78,7 +77,7 @@ def profile_data(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 @cache
 def _schema() -> type[msgspec.Struct]:
-    """What a file holds: the fields of a `ProfileRecord`, software by name."""
+    """The schema of a file: the fields of a `ProfileRecord`, software by name."""
     types = get_type_hints(ProfileRecord, include_extras=True) | {"software": dict[str, str]}
     named = [(f.name, types[f.name]) for f in fields(ProfileRecord) if f.default is MISSING]
     others = [(f.name, types[f.name], f.default) for f in fields(ProfileRecord) if f.default is not MISSING]
@@ -86,7 +85,7 @@ def _schema() -> type[msgspec.Struct]:
 
 
 def _unknown(given: Any, known: Any, place: str = "") -> Iterator[str]:
-    """What is given and no field, by its place."""
+    """Names that are given and no field, by their place."""
     if isinstance(given, Mapping):
         stated = known if isinstance(known, Mapping) else vars(known)
         for name, value in given.items():

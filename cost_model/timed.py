@@ -35,9 +35,6 @@ ENOUGH = 3
 """Kernels of a kind that say how far the model is off for all of the kind; or that were timed again, how the machine
 changed."""
 
-CHANGED = 0.1
-"""Share by which kernels that are timed again take another time, at the median, before it is the machine's doing."""
-
 
 @dataclass(frozen=True)
 class KernelKey:
@@ -115,7 +112,8 @@ class TimedPrices:
         again = [(kernel.seconds, before.get(kernel.key, 0.0)) for kernel in newer.kernels]
         ratios = [now / then for now, then in again if now > 0.0 and then > 0.0]
         ratio = statistics.median(ratios) if len(ratios) >= ENOUGH else 1.0
-        return ratio if abs(math.log(ratio)) > math.log1p(CHANGED) else 1.0
+        # A median change of less than a tenth is not the machine's doing.
+        return ratio if abs(math.log(ratio)) > math.log1p(0.1) else 1.0
 
     def kernels_times(self, factor: float) -> TimedPrices:
         """As on a machine on which kernels take `factor` times as long, and collectives what they take."""
@@ -149,7 +147,7 @@ class TimedPrices:
     def seconds(
         self, key: KernelKey, work: KernelWork, model: Callable[[KernelWork], float], scale: float
     ) -> float:
-        """Of a kernel. model: the price of a work; scale: of `work.limited_by`, as `scale` has it."""
+        """The price of a kernel. model: the price of a work; scale: of `work.limited_by`, by `scale`."""
         equal = self.kernel(key)
         if equal is not None:
             return equal.own_seconds(model)

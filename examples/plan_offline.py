@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.demo.model import GPT, GPTConfig
+from autoshard.demo import GPT, GPTConfig
 
 
 def main() -> None:

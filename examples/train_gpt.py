@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 
 
 def main() -> None:

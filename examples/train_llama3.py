@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autoshard import autoshard, data_loader, last_checkpoint, new_checkpoint, random_state
-from autoshard.demo.model import demo_text
+from autoshard.demo import demo_text
 
 
 class Text(Dataset[torch.Tensor]):

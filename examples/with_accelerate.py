@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 
 
 def train(

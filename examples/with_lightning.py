@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 
 BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 """gloo, also beside GPUs: Lightning broadcasts Python objects."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from autoshard import autoshard, data_loader
-from autoshard.demo.model import GPTConfig, batches
+from autoshard.demo import GPTConfig, batches
 
 
 class ParallelTrainer(Trainer):

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from autoshard.data.parts import Sizes
-from autoshard.data.rank_sampler import BatchPart, inner_spans
+from autoshard.data.rank_sampler import BatchPart, Sizes, inner_spans
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from autoshard.data.batches import PartReader, as_it_is, batch_reader
-from autoshard.data.parts import Sizes, checked_sizes, member
-from autoshard.data.rank_sampler import BatchSplit, PartSampler, batch_axes
+from autoshard.data.rank_sampler import BatchSplit, PartSampler, Sizes, batch_axes, checked_sizes, member
 from autoshard.watching.agreement import agree, collectively
 from cost_model.checked_arguments import checked_count, checked_flag, is_whole, reject, shown
 from cost_model.errors import PlanError, ShardingError
@@ -160,7 +159,7 @@ class PartLoader(DataLoader[Any]):
         self.epoch, self._done, self._resume = state["epoch"], state["batch"], state["batch"]
 
     def _identity(self) -> dict[str, int]:
-        """What makes the order of batches, whatever the mesh: a state may be loaded on another one."""
+        """Everything that decides the order of batches. The mesh does not: a state may be loaded on another one."""
         parts = self.parts
         return {
             "length": parts.length,

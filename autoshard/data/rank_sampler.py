@@ -1,4 +1,4 @@
-"""Which samples of an epoch a rank reads, batch by batch."""
+"""Which part of a tensor each rank holds, by placements and explicit sizes; and which samples of an epoch it reads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,124 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.data import Sampler
 
-from autoshard.calls.global_call import as_call, leaf_names, matched_placements, placement_leaves
-from autoshard.data.parts import Sizes, refuse_partial, sized, spans_of
-from cost_model.checked_arguments import checked_count
+from autoshard.global_call import as_call, leaf_names, matched_placements, placement_leaves
+from autoshard.plan.find_plan import mesh_spec
+from cost_model.checked_arguments import checked_count, reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, nested_sizes
 from passes.layout.placements import placements_to_layout
+
+Placements = Placement | Sequence[Placement]
+"""One per mesh axis; on a mesh of one axis also alone."""
+
+Sizes = Mapping[int, Sequence[int]]
+"""Tensor dim -> length of each part, by linear index over the mesh axes that split it, major first."""
+
+
+def member(mesh: DeviceMesh) -> tuple[MeshSpec, int]:
+    """(the mesh by names and sizes, this rank). ShardingError on a rank that is not in the mesh."""
+    if isinstance(mesh, MeshSpec):
+        raise ShardingError(
+            "mesh is a MeshSpec, which has no processes to run on\n  try: init_device_mesh(...)"
+        )
+    spec = mesh_spec(mesh)
+    if mesh.get_coordinate() is None:
+        raise ShardingError(
+            f"rank {mesh.get_rank()} is not in {spec}\n  try: call this on the ranks of the mesh only"
+        )
+    return spec, mesh.get_rank()
+
+
+def part_layout(
+    placements: Sequence[Placement], shape: Sequence[int], mesh: MeshSpec, sizes: Sizes | None, *, what: str
+) -> Layout:
+    """The layout of a tensor of global `shape`: torch.chunk sizes, or those in `sizes`.
+
+    Raises ShardingError, naming the tensor as `what`, for placements that do not fit, a pending reduction,
+    or sizes that are not one per part or do not add up to the dim.
+    """
+    layout = placements_to_layout(placements, shape, mesh, what=what)
+    return sized(refuse_partial(layout, what), shape, mesh, sizes, what)
+
+
+def checked_sizes(sizes: object) -> Sizes | None:
+    """`sizes` if it is one; ShardingError for anything else. Whether it fits a tensor is another question."""
+    if sizes is None:
+        return None
+    if not isinstance(sizes, Mapping):
+        raise reject("sizes", sizes, "{dim: [length of each part]}")
+    found: dict[int, list[int]] = {}
+    for dim, parts in sizes.items():
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise reject("a dim in sizes", dim, "{dim: [length of each part]}")
+        if not isinstance(parts, (list, tuple)):
+            raise reject(f"sizes[{dim}]", parts, "a list, the length of each part")
+        found[dim] = [checked_count(part, f"sizes[{dim}][{i}]") for i, part in enumerate(parts)]
+    return found
+
+
+def sized(layout: Layout, shape: Sequence[int], mesh: MeshSpec, sizes: Sizes | None, what: str) -> Layout:
+    """`layout` with the given sizes. ShardingError if they do not fit."""
+    given: list[tuple[int, ...] | None] = [None] * len(shape)
+    for dim, parts in (sizes or {}).items():
+        if not -len(shape) <= dim < len(shape):
+            raise ShardingError(
+                f"sizes has dim {dim}; {what} has {len(shape)} dims {tuple(shape)}\n"
+                f"  try: 0 <= dim < {len(shape)}"
+            )
+        given[dim] = _checked_sizes(tuple(parts), dim % len(shape), shape, layout, mesh, what)
+    return Layout.of(shape, mesh, layout.dims, (), given)
+
+
+def refuse_partial(layout: Layout, what: str) -> Layout:
+    """`layout` itself; ShardingError if it has a pending reduction."""
+    if layout.partial:
+        raise ShardingError(
+            f"{what} is Partial over axis {layout.partial[0][0]!r}; data is split or replicated\n"
+            "  try: Shard(dim) or Replicate()"
+        )
+    return layout
+
+
+def _checked_sizes(
+    parts: tuple[int, ...], dim: int, shape: Sequence[int], layout: Layout, mesh: MeshSpec, what: str
+) -> tuple[int, ...]:
+    count = mesh.size(*layout.dims[dim])
+    if len(parts) != count:
+        axes = ", ".join(map(repr, layout.dims[dim])) or "no axis"
+        raise ShardingError(
+            f"sizes[{dim}] has {len(parts)} parts {list(parts)}; dim {dim} of {what} is split over {axes}, "
+            f"into {count}\n  try: one size per part, or a placement that splits the dim"
+        )
+    if min(parts) < 0 or sum(parts) != shape[dim]:
+        raise ShardingError(
+            f"sizes[{dim}] = {list(parts)} adds up to {sum(parts)}; dim {dim} of {what} is {shape[dim]} long\n"
+            "  try: sizes >= 0 that add up to the length of the dim"
+        )
+    return parts
+
+
+def spans_of(layout: Layout, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[Span, ...]:
+    """The span of every dim that `rank` holds, in global coordinates."""
+    return tuple(layout.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
+
+
+def checked_plain(value: object, what: str) -> Tensor:
+    """`value` if it is a plain tensor with data; else ShardingError."""
+    if isinstance(value, DTensor):
+        raise ShardingError(
+            f"{what} is a DTensor, which knows its parts\n  try: redistribute(), full_tensor() or to_local()"
+        )
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        kind = "on meta" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ShardingError(f"{what} is {kind}\n  try: a torch.Tensor with data")
+    return value
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import networkx as nx
 
 from autoshard.drawing.drawn_groups import OWN_BOX, Group, Grouping
 from autoshard.plan.plan_graph import Moved, collectives, colour, price
-from cost_model.units import format_seconds
+from cost_model.memory import format_seconds
 
 CHAR_WIDTH = 6.7  # of the 11 px monospace font that the lines are set in
 LINE_HEIGHT = 16.0

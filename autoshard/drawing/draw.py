@@ -23,10 +23,9 @@ from autoshard.drawing.timeline_svg import (
     trace_json,
 )
 from autoshard.plan.plan_graph import collectives, colour, price
-from cost_model.checked_arguments import checked_path
+from cost_model.checked_arguments import checked_path, write_text
 from cost_model.errors import PlanError
-from cost_model.text_files import write_text
-from cost_model.units import format_seconds
+from cost_model.memory import format_seconds
 from passes.stages.pipeline_timeline import PipelineTimeline
 
 _HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')

@@ -10,7 +10,7 @@ import networkx as nx
 from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
 from autoshard.drawing.scene import MARGIN, DrawnEdge, PlacedBox, Scene, curve_svg, make_scene
 from autoshard.plan.plan_graph import colour
-from cost_model.units import format_bytes, format_seconds
+from cost_model.memory import format_bytes, format_seconds
 
 STYLE = """
 text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: #1f2937; }

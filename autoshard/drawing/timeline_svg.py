@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-from cost_model.units import format_seconds
+from cost_model.memory import format_seconds
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 
 _COLOURS: Mapping[SpanKind, str] = {

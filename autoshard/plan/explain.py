@@ -18,8 +18,7 @@ from autoshard.plan.plan_words import (
     stages_words,
 )
 from autoshard.plan.stage_schedule import fullest_rank
-from cost_model.memory import communicators
-from cost_model.units import format_bytes, format_seconds
+from cost_model.memory import communicators, format_bytes, format_seconds
 from passes.layout.joined_axes import joined_text
 from passes.plan.records import format_graph, raced_mark
 

@@ -10,8 +10,8 @@ from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import fold_numbers
 from autoshard.plan.plan_words import collective_lines, parameter_lines, priced_words
 from cost_model.errors import PlanError
+from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
-from cost_model.units import format_bytes, format_seconds
 from passes.plan.records import NodeRecord, collectives_of
 from passes.plan.transfers import Turn
 

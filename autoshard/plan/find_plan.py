@@ -23,8 +23,7 @@ from autoshard.arguments import (
     checked_model,
     optimizer_name,
 )
-from autoshard.calls.global_call import as_call, global_call
-from autoshard.calls.outputs import output_layouts
+from autoshard.global_call import as_call, global_call, output_layouts
 from autoshard.plan.division import Division, checked_schedule, checked_stages
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins

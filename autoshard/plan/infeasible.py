@@ -11,8 +11,8 @@ from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
+from cost_model.memory import enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph, node_values
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout

@@ -22,10 +22,9 @@ from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_pl
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.why_not import Crossover, crossover_lines, why_not_family, why_not_pinned
 from autoshard.plan.why_not import crossovers as found_crossovers
-from cost_model.checked_arguments import checked_flag, checked_path, reject
+from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
 from cost_model.errors import PlanError
 from cost_model.memory import communicators
-from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.placements import layout_to_placements

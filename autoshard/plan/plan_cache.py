@@ -22,9 +22,9 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.why_not import is_of_family
+from cost_model.checked_arguments import read_json
 from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError
-from cost_model.text_files import read_json
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.states.cut_points import users_choice

@@ -15,10 +15,9 @@ from msgspec import Struct, structs
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import MemoryTimeline
-from cost_model.checked_arguments import checked_path
+from cost_model.checked_arguments import MOST_BYTES, PRINTABLE, checked_path, write_text
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import MOST_BYTES, PRINTABLE, write_text
 
 SCHEMA_VERSION = 5
 

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
-from cost_model.memory import OPTIMIZERS
+from cost_model.memory import OPTIMIZERS, enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.units import enough_bytes, format_bytes
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_view

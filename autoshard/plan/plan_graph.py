@@ -10,8 +10,8 @@ from typing import Any
 import networkx as nx
 
 from autoshard.plan.plan_memory import MemoryTimeline
+from cost_model.memory import format_bytes, format_seconds
 from cost_model.mesh import MeshSpec
-from cost_model.units import format_bytes, format_seconds
 from passes.plan.records import NodeRecord, OperandRecord, Transfer
 from passes.plan.transfers import Turn
 

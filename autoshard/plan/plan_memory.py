@@ -11,8 +11,8 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from cost_model.text_files import Count, Text
-from cost_model.units import format_bytes
+from cost_model.checked_arguments import Count, Text
+from cost_model.memory import format_bytes
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent, Raced
 from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
+from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
-from cost_model.units import format_bytes, format_seconds
 from passes.layout.layout import Layout
 from passes.plan.records import Collective, NodeRecord
 

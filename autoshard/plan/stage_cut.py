@@ -13,7 +13,7 @@ from torch import fx
 
 from autoshard.plan.task import Task
 from cost_model.errors import InfeasibleError
-from cost_model.units import format_bytes
+from cost_model.memory import format_bytes
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
 from passes.stages.choose_cut import ChosenCut, Fits, choose_cut

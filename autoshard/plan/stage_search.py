@@ -25,7 +25,7 @@ from autoshard.plan.stage_tasks import (
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.units import enough_bytes, format_bytes
+from cost_model.memory import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
 from passes.predict.predict_stage import StageFigures
 from passes.stages.pipeline_orders import PipelineOrder, in_flight

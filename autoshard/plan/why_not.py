@@ -26,8 +26,8 @@ from autoshard.plan.plan_ends import pinned_layout
 from autoshard.plan.plan_words import plan_words, words_apart
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.groups import mesh_occupancies
+from cost_model.memory import format_bytes, format_seconds
 from cost_model.mesh import MeshSpec
-from cost_model.units import format_bytes, format_seconds
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import NodeLayouts
 from passes.search.narrowing import Choose, Narrowing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
@@ -88,13 +90,9 @@ def check_table(points: Sequence[CheckedPoint]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SUFFIXES = (".svg", ".png")
-
-
 def check_drawable(path: str | os.PathLike[str]) -> None:
     """Raises ProfileError if `draw_curves` could not draw to this path: before an hour of measuring."""
-    suffix = Path(path).suffix
-    if suffix not in _SUFFIXES:
+    if Path(path).suffix not in (".svg", ".png"):
         raise ProfileError(f"cannot draw curves to {str(path)!r}\n  try: a name that ends in .svg or .png")
     if find_spec("matplotlib") is None:
         raise ProfileError(
@@ -160,10 +158,6 @@ def read_outputs(paths: Sequence[Path], base: str, rank_stride: int | None, out:
     return 0
 
 
-_MEASURE_SECONDS = 60.0
-_CHECK_SECONDS = 15.0
-
-
 @dataclass(frozen=True)
 class ProfileOptions:
     """mesh: None is one axis over all ranks. budget: seconds, None the command's default.
@@ -184,8 +178,8 @@ def measure_profile(options: ProfileOptions) -> int:
     with started_mesh(options.mesh, options.device) as mesh, _progress() as progress:
         profile = Profile.measure(
             mesh,
-            time_budget=_MEASURE_SECONDS if options.budget is None else options.budget,
-            name=_name(options),
+            time_budget=60.0 if options.budget is None else options.budget,
+            name="measured" if options.out is None else options.out.stem,
             command=" ".join(options.argv),
             progress=progress,
             attend=attend,
@@ -197,7 +191,7 @@ def measure_profile(options: ProfileOptions) -> int:
 def check_profile(profile: Profile, options: ProfileOptions) -> int:
     """Print point by point whether `profile` still holds; status 1 if it does not."""
     with started_mesh(options.mesh, options.device) as mesh, _progress() as progress:
-        budget = _CHECK_SECONDS if options.budget is None else options.budget
+        budget = 15.0 if options.budget is None else options.budget
         points = recheck(profile, mesh, time_budget=budget, progress=progress)
         off = [point for point in points if not point.holds]
         _on_first(lambda: print(check_table(points)))
@@ -225,10 +219,6 @@ def _report(profile: Profile, mesh: DeviceMesh, options: ProfileOptions) -> None
         print(f"drew {draw_curves(profile, options.plot, axes)}")
 
 
-def _name(options: ProfileOptions) -> str:
-    return "measured" if options.out is None else options.out.stem
-
-
 def _on_first(action: Callable[[], None]) -> None:
     if dist.get_rank() == 0:
         action()
@@ -247,3 +237,58 @@ def _progress() -> Generator[Progress]:
             bar.update(100 * spent - bar.n)
 
         yield show
+
+
+_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 4 -m autoshard profile --mesh dp=2,tp=2 --out cluster.json --plot cluster.svg
+  torchrun --nproc-per-node 4 -m autoshard profile --mesh dp=2,tp=2 --check cluster.json
+  autoshard profile                  # one rank: kernels only
+  autoshard profile --read all_reduce.txt all_gather.json --base h100 --out cluster.json   # of nccl-tests
+  autoshard profile --list           # the shipped profiles
+  autoshard profile cluster.json     # print one
+"""
+
+
+def add_profile(commands: Any, parse_mesh: Callable[[str], Mapping[str, int]]) -> None:
+    """Add the command to argparse's subparsers."""
+    profile = commands.add_parser(
+        "profile",
+        help="measure the machines it is started on, check a profile against them, or print one",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    profile.add_argument("name", nargs="?", help="print this profile (a path, or a shipped one's name)")
+    profile.add_argument("--list", action="store_true", help="print the shipped profiles")
+    profile.add_argument("--check", metavar="PROFILE", help="measure a few points of this profile again")
+    profile.add_argument(
+        "--read", metavar="FILE", nargs="+", type=Path, help="take the collectives from outputs of nccl-tests"
+    )
+    profile.add_argument("--base", default="h100", help="with --read: the profile that gives all else")
+    profile.add_argument("--rank-stride", type=int, help="with --read: distance of the ranks on your mesh")
+    profile.add_argument("--mesh", type=parse_mesh, help="axis=size,...; default: one axis of all ranks")
+    profile.add_argument("--device", help="device type (default: cuda if there is a GPU, else cpu)")
+    profile.add_argument("--budget", type=float, help="seconds to measure (default 60; 15 to check)")
+    profile.add_argument("--out", "-o", type=Path, help="where to save the measured profile (JSON)")
+    profile.add_argument("--plot", type=Path, help="draw its curves to .svg or .png (needs matplotlib)")
+    profile.set_defaults(command=_profile)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    if arguments.list or arguments.name is not None:
+        names = Profile.names() if arguments.list else [arguments.name]
+        print("\n\n".join(Profile.load(name).summary() for name in names))
+        return 0
+    if arguments.read is not None:
+        return read_outputs(arguments.read, arguments.base, arguments.rank_stride, arguments.out)
+    options = ProfileOptions(
+        mesh=arguments.mesh,
+        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        budget=arguments.budget,
+        out=arguments.out,
+        plot=arguments.plot,
+        argv=("autoshard", *sys.argv[1:]),
+    )
+    if arguments.check is not None:
+        return check_profile(Profile.load(arguments.check), options)
+    return measure_profile(options)

@@ -17,28 +17,24 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
 from autoshard.plan.task import Task
 from autoshard.refine.rounds import Rounds
-from autoshard.refine.time_work import time_work
+from autoshard.refine.time_work import TimedStore, store_of, time_work
 from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
-from autoshard.refine.timed_store import TimedStore, store_of
 from autoshard.watching.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.measure.peers import collective_backend
 from cost_model.measure.sampling import mesh_device
+from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
-from cost_model.units import format_seconds
 from passes.capture import Captured
 from passes.compile.single_kernel import start_compiler
 
 _log = logging.getLogger("autoshard")
 
 _Next = tuple[tuple[Case, ...], float]
-"""What is to be timed next, and for how many seconds."""
-
-MOST_ROUNDS = 3
-"""Of timing, each followed by a plan of the whole call."""
+"""Cases to time next, and for how many seconds."""
 
 
 class DividedRounds:
@@ -73,8 +69,9 @@ class DividedRounds:
         return max(0.0, self._deadline.left - self._planning_seconds)
 
     def wanted(self) -> tuple[Case, ...]:
-        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
-        ended = self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
+        """Cases to time next, in this order, a few known kernels first; (): none."""
+        # Each round of timing is followed by a plan of the whole call.
+        ended = self._done or self._rounds >= 3 or self.seconds_left <= 0.0
         known = replace(self._task, timed=self.timed)
         cases = () if ended else cases_of_parts(self.plan, known).untried(self._tried)
         if not cases:
@@ -82,7 +79,7 @@ class DividedRounds:
         return cases
 
     def _finish(self) -> None:
-        """What was rehearsed before is known."""
+        """Ends timing; takes over the rehearsal of an earlier start, if there was one."""
         self._done = True
         self._rehearsal = plan_path(self._task, "rehearsed", self.plan.fingerprint)
         known = kept_rehearsal(self._rehearsal)
@@ -149,7 +146,7 @@ class Refined:
 def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:
     """The plan of `task` under prices that were timed here; of rank 0, None on the others. Every rank calls it.
 
-    What was timed before is read from disk (`autoshard.refine.timed_store`), and so is the plan. Raises, on all ranks,
+    What was timed before is read from disk (`autoshard.refine.time_work`), and so is the plan. Raises, on all ranks,
     as `search_plan`.
     """
     store = store_of(mesh, task.backend)

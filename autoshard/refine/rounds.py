@@ -14,12 +14,12 @@ from autoshard.plan.judged import Judged
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
+from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
-from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
+from cost_model.memory import format_seconds
 from cost_model.timed import TimedPrices
-from cost_model.units import format_seconds
 from passes.layout.assignment import Assignment
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
@@ -30,21 +30,13 @@ Budget = Callable[[float, float, int, str], float]
 
 MOST_ROUNDS = 4
 """Searches under timed prices. The second or third seldom finds another plan."""
-FAMILIES_SHARE = 0.2
-"""Of the budget, for the searches of families."""
-SEARCH_SHARE = 0.3
-"""Of the budget, kept for the search that follows timing: the first search, of a cold start, took longer."""
-NEXT_BEST = 2
-"""Plans of the same search that are timed as well."""
 UNCONFIRMED = 0.1
-"""Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
+"""With more of a plan's step in kernels and collectives that there was no time for, the next start goes on."""
 CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
-"""Of the budget, and seconds at most, for timing what is unknown of the plan that was chosen: no search follows."""
+"""Share of the budget, and the most seconds, for timing what is unknown of the chosen plan: no search follows."""
 ROUGH_GAP = 0.05
-"""Of the first search, after which prices change: what it would still prove takes minutes in models of many layers.
+"""The first search ends at this gap, as prices change after it: proving the rest takes minutes in deep models.
 Not within a memory limit, where a plan that is nearly as fast may not fit."""
-HOLDING_SECONDS = 60.0
-"""At least, for the prices of one plan, which is not searched: a graph of 12 layers takes 3."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
 
@@ -80,15 +72,17 @@ class Rounds:
             self.plan = self.plan if seconds else self._proven(self.plan)
         self._first, self._begun = self.plan, time.monotonic()
         self._found = [self.plan]
-        self._kept_for_search = SEARCH_SHARE * seconds
+        # The search that follows timing does not start cold, as the first did.
+        self._kept_for_search = 0.3 * seconds
         self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
-        self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
+        # Searches of families may take a fifth of the budget.
+        self._deadline, self._families_deadline = map(Deadline.after, (seconds, 0.2 * seconds))
         self._done = self._done or not seconds
         if not self._done and self.timed.if_any() is not None:
             self._search()
 
     def wanted(self) -> tuple[Case, ...]:
-        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
+        """Cases to time next, in this order, a few known kernels first; (): none."""
         if self._done:
             return ()
         ended = self._confirming or self._stayed or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
@@ -99,7 +93,7 @@ class Rounds:
         return cases
 
     def _to_confirm(self) -> Cases:
-        """What is unknown of the plan that is chosen so far, where it is much of it; once."""
+        """Untimed cases of the plan that is chosen so far, where they are much of it; once."""
         if self._confirming:
             return Cases(())
         self._confirming = True
@@ -160,17 +154,18 @@ class Rounds:
         self._search_seconds = time.monotonic() - begun
         fastest = sorted(known, key=lambda judged: judged.seconds)
         others = [judged for judged in fastest if judged.assignment != plan.assignment]
-        self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
+        # The next best two are timed as well.
+        self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:2]]
         return plan
 
     def _missing(self) -> Cases:
-        """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
+        """Untimed cases of the plan and its rivals, the fastest plan first; of each the longest case first."""
         own = self._cases(TimedCandidate.of(self.plan))
         others = chain.from_iterable(self._cases(rival).unknown for rival in self._rivals())
         return Cases((*own.unknown, *own.instead, *others), own.again)
 
     def _unknown_seconds(self, plan: Plan) -> float:
-        """Of a step, in what was not timed."""
+        """Seconds of a step that were not timed."""
         return _seconds_of(self._cases(TimedCandidate.of(plan)))
 
     def _cases(self, candidate: TimedCandidate) -> Cases:
@@ -237,7 +232,8 @@ class Rounds:
         """The plan of these layouts; None: there is none, or no time for it."""
         held = replace(task, narrowing=Narrowing(held=assignment))
         try:
-            return search_plan(held, self._deadline.at_least(HOLDING_SECONDS))
+            # Prices of one plan, without a search: a graph of 12 layers takes 3 seconds.
+            return search_plan(held, self._deadline.at_least(60.0))
         except InfeasibleError:
             return None
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.curve import SampledCurve, median
+from autoshard.cache_files import write_whole
+from autoshard.profiling.startup import cache_path, machine_key
+from autoshard.version import __version__
+from autoshard.watching.agreement import everyones
+from cost_model.checked_arguments import read_json
 from cost_model.errors import ProfileError
-from cost_model.groups import GroupShape, group_shape
-from cost_model.measure.clock import Clock, clocks
+from cost_model.groups import group_shape
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
     Buffers,
     Pause,
@@ -22,8 +30,15 @@ from cost_model.measure.collective_work import (
     pause_series,
     whole_size,
 )
-from cost_model.measure.peers import Peers, Team, host_name, teams_of, world_peers
-from cost_model.measure.sampling import Series, by_device, mesh_device, sample
+from cost_model.measure.peers import (
+    Team,
+    collective_backend,
+    device_name,
+    host_name,
+    software_versions,
+)
+from cost_model.measure.sampling import Bench, Series, bench_of, by_device
+from cost_model.measurements import SampledCurve, median
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (
@@ -39,16 +54,11 @@ from passes.predict.step_work import CollectiveCase, KernelCase
 _log = logging.getLogger("autoshard")
 
 _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
-"""Of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
+"""Seconds of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
 _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
-"""Of all repetitions of a case; two are made at least."""
+"""Seconds of all repetitions of a case; two are made at least."""
 _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 """A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
-_NOISIEST = 0.5
-"""Interquartile range over median of the repetitions, from which on a time says more of other work than of the case: of
-two repetitions one took three times as long as the other."""
-_AHEAD = 2
-"""Fused groups that a rank compiles before ranks look at the clock again, and at what others of its host compiled."""
 
 
 def time_work(
@@ -58,20 +68,16 @@ def time_work(
     clock: Clock | None = None,
     backend: str = "inductor",
 ) -> TimedPrices:
-    """What each of `cases` takes, in their order, until about `seconds` are over. All ranks of the world enter with
+    """Times each of `cases`, in their order, until about `seconds` are over. All ranks of the world enter with
     equal arguments, and get the same. backend: what compiles fused groups.
 
     What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
     """
-    spec = MeshSpec.of(mesh)
-    device = mesh_device(spec.device_type)
-    with ExitStack() as stack:
-        peers = stack.enter_context(world_peers(device.type))
-        moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
-        teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
-        pool = torch.rand(COLD_NBYTES // 4, device=device, generator=torch.Generator(device).manual_seed(0))
-        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams, pool, backend)
-        return timing.all(cases, seconds)
+    with bench_of(mesh, clock, lambda what, share: None) as bench:
+        pool = torch.rand(
+            COLD_NBYTES // 4, device=bench.device, generator=torch.Generator(bench.device).manual_seed(0)
+        )
+        return _Timing(bench, pool, backend).all(cases, seconds)
 
 
 class _Noisy(Exception):
@@ -80,27 +86,22 @@ class _Noisy(Exception):
 
 @dataclass
 class _Timing:
-    spec: MeshSpec
-    device: torch.device
-    peers: Peers
-    clock: Clock
-    of_kernels: Clock
-    teams: Mapping[GroupShape, Team]
+    bench: Bench
     pool: torch.Tensor
     backend: str
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
 
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
-        keep_freed_memory(self.device)
+        keep_freed_memory(self.bench.device)
         groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
         hosts: list[str] = []
         if groups:
-            hosts = self.peers.everyones(host_name())
-            start_compiler(self.device, self.backend)
-        start = self.clock.now()
+            hosts = self.bench.peers.everyones(host_name())
+            start_compiler(self.bench.device, self.backend)
+        start = self.bench.clock.now()
         for case in cases:
-            if self.peers.first(self.clock.now() - start >= seconds):
+            if self.bench.peers.first(self.bench.clock.now() - start >= seconds):
                 break
             if groups and case is groups[0]:
                 groups = self._compiled_ahead(groups, hosts)
@@ -112,22 +113,23 @@ class _Timing:
 
     def _compiled_ahead(self, groups: list[KernelCase], hosts: Sequence[str]) -> list[KernelCase]:
         """Those that are left when the first few are compiled, each by one rank of a host. hosts: of the ranks."""
-        mine = hosts[self.peers.rank]
-        count = _AHEAD * min(map(hosts.count, hosts))
-        first = hosts[: self.peers.rank].count(mine)
+        mine = hosts[self.bench.peers.rank]
+        # Then ranks look at the clock again, and at what others of their hosts compiled.
+        count = 2 * min(map(hosts.count, hosts))
+        first = hosts[: self.bench.peers.rank].count(mine)
         for group in groups[:count][first :: hosts.count(mine)]:
             try:
-                compile_group(group, self.device, self.backend)
+                compile_group(group, self.bench.device, self.backend)
             except Exception as error:  # it will be said of all ranks together
                 _log.debug("refine: %s: %s", group.op, error)
-        self.peers.barrier()
+        self.bench.peers.barrier()
         return groups[count:]
 
     def _add(self, case: KernelCase | CollectiveCase) -> None:
         if isinstance(case, KernelCase):
             self.kernels.append(TimedKernel(case.key, case.work, self._kernel(case), case.inner))
-        elif (shape := group_shape(self.spec, case.axes)) in self.teams:
-            seconds = self._collective(case, self.teams[shape])
+        elif (shape := group_shape(self.bench.spec, case.axes)) in self.bench.teams:
+            seconds = self._collective(case, self.bench.teams[shape])
             self.collectives.append(TimedCollective(case.kind, shape, case.nbytes, seconds))
 
     def _kernel(self, case: KernelCase) -> float:
@@ -135,32 +137,33 @@ class _Timing:
 
         def prepare(_: int) -> object:
             if case.group:
-                run = repeated_group(case, calls, self.device, self.backend, self.pool)
+                run = repeated_group(case, calls, self.bench.device, self.backend, self.pool)
             else:
-                run = repeated_kernel(case, calls, self.device, self.pool)
+                run = repeated_kernel(case, calls, self.bench.device, self.pool)
             run()  # what it refuses, it refuses here: on one rank alone it must not be while others wait
             return run
 
         name = f"kernel {case.op}"
-        least = by_device(_LEAST_SECONDS, self.device.type)
-        series = Series(name, (1,), prepare, median, least, ahead=True, clock=self.of_kernels)  # type: ignore[arg-type]
+        least = by_device(_LEAST_SECONDS, self.bench.device.type)
+        series = Series(name, (1,), prepare, median, least, ahead=True, clock=self.bench.of_kernels)  # type: ignore[arg-type]
         (curve,) = self._sampled(series)
         return curve.seconds[0] / calls
 
     def _collective(self, case: CollectiveCase, team: Team) -> float:
         """As in a profile: what more computing before it would add is `Lateness`."""
         nbytes = whole_size(case.nbytes, team.size)
-        pause = Pause(self.device)
+        pause = Pause(self.bench.device)
         name = f"{case.kind} of {case.nbytes} bytes"
-        both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.device), pause)
-        alone, behind = self._sampled(pause_series(pause, self.of_kernels), both)
+        both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.bench.device), pause)
+        alone, behind = self._sampled(pause_series(pause, self.bench.of_kernels), both)
         return beyond_pause(behind, alone).seconds[0]
 
     def _sampled(self, *series: Series) -> list[SampledCurve]:
-        seconds = len(series) * by_device(_CASE_SECONDS, self.device.type)
-        curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
+        seconds = len(series) * by_device(_CASE_SECONDS, self.bench.device.type)
+        curves = self.bench.curves(series, seconds)
         for one, curve in zip(series, curves, strict=True):
-            if max(curve.spread) > _NOISIEST:
+            # Of two repetitions one took three times as long as the other: that says more of other work.
+            if max(curve.spread) > 0.5:
                 raise _Noisy(f"{one.name}: its repetitions differ by {max(curve.spread):.0%}")
         return curves
 
@@ -169,3 +172,60 @@ def _calls(case: KernelCase) -> int:
     """A guess from the bytes and operations: no rank may decide by its own clock."""
     guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
     return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """made_with: the key that the file is named by."""
+
+    made_with: dict[str, Any]
+    timed: TimedPrices
+
+
+@dataclass(frozen=True)
+class TimedStore:
+    """key: all that decides whether times of one run hold in another."""
+
+    key: Mapping[str, object]
+
+    @property
+    def path(self) -> Path:
+        return cache_path(self.key, "timed")
+
+    def read(self) -> TimedPrices:
+        """Earlier times; none, if there is no file, or something else in it."""
+        if not os.path.exists(self.path):
+            return TimedPrices()
+        try:
+            found = msgspec.convert(read_json(self.path, "file of timed prices", ProfileError), _File)
+        except (ProfileError, msgspec.ValidationError, RecursionError) as error:
+            _log.warning("refine: timing again: %s cannot be used: %s", self.path, error)
+            return TimedPrices()
+        return found.timed if found.made_with == json.loads(json.dumps(self.key)) else TimedPrices()
+
+    def write(self, timed: TimedPrices) -> None:
+        """All at once, or not at all; a cache that cannot be written is no reason to fail."""
+        data = {"made_with": dict(self.key), "timed": msgspec.to_builtins(timed)}
+        try:
+            write_whole(self.path, json.dumps(data))
+        except OSError as error:
+            _log.warning("refine: timed, but not kept: %s", error)
+
+
+def store_of(mesh: DeviceMesh, backend: str) -> TimedStore:
+    """The store of these machines. Every rank of the mesh calls it. backend: what compiles the kernels."""
+    spec = MeshSpec.of(mesh)
+    machines = everyones(mesh, (host_name(), device_name(spec.device_type)), what="hosts and devices")
+    return TimedStore(timed_key(machines, spec, collective_backend(mesh), backend))
+
+
+def timed_key(
+    machines: list[tuple[str, str]], spec: MeshSpec, collectives: str, backend: str
+) -> dict[str, object]:
+    """machines: by rank, host and device. collectives: what carries them."""
+    return {
+        **machine_key(machines, spec, collectives),
+        "timed": 6,  # another number wherever kernels or collectives are timed in another way
+        "software": dict(software_versions(spec.device_type, collectives)),
+        "autoshard": __version__,
+        "kernels": "op by op" if backend == "eager" else f"fused by {backend}",
+    }

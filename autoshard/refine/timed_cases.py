@@ -1,4 +1,4 @@
-"""What of a plan is timed: its distinct kernels and collectives, and a few that are known, again."""
+"""The cases of a plan that are timed: its distinct kernels and collectives, and a few known ones again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
-"""What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
+"""Refining may take so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
 START_SECONDS, NODE_SECONDS = 8.0, 0.04
-"""What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
+"""It may take at most so long for a graph without nodes, and for each node: searching and timing take as long as
 there is to search and to time, whatever a busy machine predicts of a step."""
 
 COMPILING_SECONDS = 2.0
@@ -75,8 +75,6 @@ Case = KernelCase | CollectiveCase
 
 _log = logging.getLogger("autoshard")
 
-LEAST_SHARE = 5e-4
-"""Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
 AGAIN = 3
 """Kernels that are known and timed again: by them what was timed before is compared with what is timed now."""
 
@@ -122,7 +120,8 @@ def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
     program = rank_program(joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh))
     work = step_work(program.usual(), prices, simulated_group_axes)
     known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
-    worth = LEAST_SHARE * candidate.seconds
+    # Collectives are few and their prices the furthest off; kernels are timed from this share of a step on.
+    worth = 5e-4 * candidate.seconds
     kernels = (case for case in work.kernels if case.seconds >= worth and case.key not in known)
     untimed = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes) != "timed"
     collectives = filter(untimed, work.collectives)

@@ -15,7 +15,7 @@ _Key = tuple[str, str, tuple[str, ...], str, int]
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank has to tell. collectives: parallel to those of its prediction, seconds alone.
+    """One rank's measurements. collectives: parallel to those of its prediction, seconds alone.
     compute: phase -> seconds of its kernels, run op by op. tracks: when they ran in a step; None: not known. memory: of
     phases where it was measured."""
 
@@ -99,7 +99,7 @@ class StepFigures:
 
     @property
     def peak_memory(self) -> PeakMemory | None:
-        """Of forward and backward, which are predicted. None where nothing was measured."""
+        """The peak of forward and backward, which are predicted. None where nothing was measured."""
         known = [one for one in self.memory if one.predicted is not None]
         if not known:
             return None
@@ -205,7 +205,7 @@ def _collectives(slowest: Prediction, ranks: Sequence[RankFigures]) -> Iterator[
 
 
 def _keys(prediction: Prediction) -> list[_Key]:
-    """What two ranks know a collective by: the same collective is the same one of its kind on each."""
+    """Keys by which ranks know their collectives: the same one has the same number among its kind on each."""
     seen: dict[tuple[str, str, tuple[str, ...], str], int] = {}
     keys: list[_Key] = []
     for c in prediction.collectives:

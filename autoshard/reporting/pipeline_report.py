@@ -16,14 +16,14 @@ from msgspec import structs
 
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
-from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
+from autoshard.runtime.observe import RankStep, StageRecorder
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones
-from cost_model.checked_arguments import checked_path
+from cost_model.checked_arguments import checked_path, write_text
 from cost_model.errors import PlanError
-from cost_model.text_files import write_text
-from cost_model.units import format_seconds
+from cost_model.measure.clock import marks_of
+from cost_model.memory import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 
@@ -41,7 +41,7 @@ class PipelineFigures:
 
 
 class Report(ABC, Generic[F]):
-    """What `report` measures of a model; filled when its block ends. figures: everything in `text`, as data."""
+    """A report on a model; filled when its block ends. figures: everything in `text`, as data."""
 
     def __init__(self, session: Session, warmup: int, watching: list[Any], recorder: Any) -> None:
         self._session, self._warmup = session, warmup
@@ -88,7 +88,7 @@ class Report(ABC, Generic[F]):
 
 
 class PipelineReport(Report[PipelineFigures]):
-    """Of a model in stages."""
+    """The report of a model in stages."""
 
     def __init__(self, session: Session, warmup: int) -> None:
         self._recorder = StageRecorder(marks_of(session.spec.device_type))

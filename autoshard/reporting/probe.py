@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import conform
-from autoshard.runtime.observe import Marks
+from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled
 from passes.compile.expand_ops import expand_ops
 from passes.ops.named_collective import NAMED
@@ -109,7 +109,7 @@ class TimedCompiler(Compiler):
 
 @dataclass(frozen=True)
 class Probed:
-    """Of one run, in seconds. collectives: parallel to those of the prediction. compute: phase -> all else."""
+    """Seconds of one run. collectives: parallel to those of the prediction. compute: phase -> all else."""
 
     collectives: tuple[float, ...]
     compute: Mapping[str, float]

@@ -18,7 +18,8 @@ from autoshard.reporting.probe import Probed, TimedCompiler
 from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
 from autoshard.runtime.compiled_pieces import Compiler, StepInPieces, parts_of
 from autoshard.runtime.leaves import conform
-from autoshard.runtime.observe import InPieces, Marks, PhaseRun
+from autoshard.runtime.observe import InPieces, PhaseRun
+from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
 from passes.predict.predict_pieces import predict_pieces
@@ -28,7 +29,7 @@ from passes.strategies.prices import Prices
 
 
 class SeenWhole:
-    """Of one program. inputs: of the forward, this rank's tensors."""
+    """One program, to be run again. inputs: of the forward, this rank's tensors."""
 
     def __init__(self, phases: Phases, inputs: Sequence[Tensor], backend: str) -> None:
         self.inputs = inputs
@@ -40,7 +41,7 @@ class SeenWhole:
         return predict_phases(self._phases, prices, axes_of)
 
     def probed(self, marks: Marks) -> Callable[[], Probed]:
-        """What runs it once, op by op."""
+        """A function that runs it once, op by op."""
         compiler = TimedCompiler(marks)
         programs = [compiler(graph)[0] for graph in self._graphs]
 
@@ -82,7 +83,7 @@ class SeenWhole:
 
 
 class SeenInPieces:
-    """Of a batch in pieces; each has ranges of its own under the profiler."""
+    """The programs of a batch in pieces, to be run again; each has ranges of its own under the profiler."""
 
     def __init__(self, step: InPieces, inputs: Sequence[Tensor], backend: str) -> None:
         self.inputs = inputs
@@ -170,7 +171,7 @@ class StepTimes:
 
     @property
     def other(self) -> float:
-        """What is in no phase: data, gradients set to zero, the loop itself."""
+        """Seconds in no phase: data, gradients set to zero, the loop itself."""
         return self.seconds - sum(self.phases.values())
 
 

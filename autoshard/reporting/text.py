@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from autoshard.reporting.measured import MeasuredCollective, StepFigures
-from cost_model.units import format_bytes, format_seconds
+from cost_model.memory import format_bytes, format_seconds
 
 _SHOWN = 40
 _ROW = "{:46} {:>10} {:>10} {:>7}"
@@ -68,7 +68,7 @@ def _collectives(figures: StepFigures) -> Iterator[str]:
 
 
 def _seconds(collectives: Sequence[MeasuredCollective]) -> float:
-    """Of a step."""
+    """Seconds of all of them in a step."""
     return sum(c.predicted.times * c.seconds for c in collectives)
 
 

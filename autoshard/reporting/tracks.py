@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -37,7 +37,7 @@ _WORK = {
     "reduce_scatter_tensor": ("gloo:reduce_scatter", "gloo:all_reduce"),
     "all_to_all_single": ("gloo:all_to_all",),
 }
-"""What gloo's threads run for a collective that is no messages of its own."""
+"""Work of gloo's threads for a collective that sends no messages of its own."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _steps(events: Sequence[Range]) -> Iterator[list[Range]]:
 
 
 def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
-    """What the profiler saw of one step of collectives of `kinds`, in this order, from the begin of its forward on.
+    """The tracks of one step, which issues collectives of `kinds` in this order, from the begin of its forward on.
 
     Messages that begin inside a collective are its own, and so is what it does in memory that ranks share. Other work
     of gloo runs on threads of its own, later than it was issued and, of a kind, in that order. None if anything is
@@ -166,31 +166,20 @@ def _median(runs: Sequence[Tracks]) -> Tracks:
     )
 
 
-class PeakCounter(Protocol):
-    """What a device counts by itself; tests bring their own."""
-
-    def reset(self) -> None:
-        """From now on."""
-        ...
-
-    def peak(self) -> int:
-        """The most bytes allocated at once since then."""
-        ...
-
-
-class CudaCounter:
-    """Of the caching allocator: tensors, not what it keeps for later. A report resets its peak."""
+class PeakCounter:
+    """Counts a GPU's tensors, not what its allocator keeps. A report resets the peak. Tests bring their own."""
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
+        """The most bytes allocated at once since then."""
         return torch.cuda.max_memory_allocated()
 
 
 def peak_counter(device_type: str) -> PeakCounter | None:
     """None on CPUs, which count nothing by themselves: `run_peaks`."""
-    return CudaCounter() if device_type == "cuda" else None
+    return PeakCounter() if device_type == "cuda" else None
 
 
 def run_peaks(run: Callable[[], object], held: int) -> Mapping[str, int]:

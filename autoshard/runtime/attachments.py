@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from autoshard.runtime.loading import accept_any_state, save_whole_pretrained
+from autoshard.arguments import refuse_data_parallel
+from autoshard.runtime.optimizers import live_optimizers, shard_when_loaded
 from autoshard.runtime.process_groups import pipeline_mesh_of
+from autoshard.runtime.sharding import as_laid_out, checksum
+from autoshard.watching.agreement import collectively, everyones
 from cost_model.errors import ShardingError
 from passes.ir.torch_compat import version_of
 
@@ -79,14 +80,6 @@ def _any_dtensor(values: Any) -> bool:
     return bool(seen)
 
 
-def watch_empty_buffers(model: nn.Module) -> None:
-    """After `model.to_empty(...)`, a call raises ShardingError as long as some buffer that was on `meta` is unwritten.
-
-    A checkpoint has persistent buffers only, and `reset_parameters` of most modules writes parameters alone.
-    """
-    model.to_empty = _ToEmpty(model)  # type: ignore[method-assign]
-
-
 @dataclass(frozen=True)
 class _Empty:
     """A buffer as `to_empty` left it: filled with a value that no model computes, where its dtype has one."""
@@ -105,7 +98,10 @@ class _Empty:
 
 
 class _ToEmpty:
-    """The model's `to_empty`."""
+    """The model's `to_empty`. A call after it raises ShardingError as long as a buffer that was on `meta` is unwritten.
+
+    A checkpoint has persistent buffers only, and `reset_parameters` of most modules writes parameters alone.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -116,21 +112,16 @@ class _ToEmpty:
         type(model).to_empty(model, device=device, recurse=recurse)
         made = [_filled(name, model.get_buffer(name)) for name in meta]
         if any(not model.get_buffer(name).is_meta for name in meta):
-            _Check.register(model, made)
+            _Check(model, made)
         return model
 
 
 class _Check:
     """A forward pre-hook that goes when it has passed."""
 
-    def __init__(self, empties: list[_Empty]) -> None:
+    def __init__(self, model: nn.Module, empties: list[_Empty]) -> None:
         self._empties = empties
-        self._handle: Any = None
-
-    @staticmethod
-    def register(model: nn.Module, empties: list[_Empty]) -> None:
-        check = _Check(empties)
-        check._handle = model.register_forward_pre_hook(check)
+        self._handle = model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         names = [empty.name for empty in self._empties if empty.still(model)]
@@ -165,73 +156,14 @@ def _never(dtype: torch.dtype) -> float | int | None:
     return None if dtype == torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
-_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
-
-
-def check_original(model: nn.Module) -> None:
-    """ShardingError for a model that torch.compile, TorchScript, DDP or FSDP has made of another."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ShardingError(
-                f"{name or 'model'} is a TorchScript module ({type(module).__name__}), whose code autoshard cannot "
-                "trace\n  try: the original in its place, before torch.jit.script or torch.jit.trace"
-            )
-    if _is_compiled(model):
-        raise ShardingError(
-            "model is what torch.compile returned, and autoshard compiles each rank's program itself\n"
-            "  try: pass the original; backend=... chooses a backend of torch.compile"
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, (*_WRAPPERS, FSDPModule)):
-            raise ShardingError(_text(type(module).__name__, name))
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """ShardingError if DDP or FSDP took the model, or a part of it, since `autoshard` was called."""
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ShardingError(_text("fully_shard", name))
-    ours = set(model.modules())
-    for wrapper in _live_wrappers():
-        if not ours.isdisjoint(wrapper.modules()):
-            raise ShardingError(_text(type(wrapper).__name__, ""))
-
-
-def refuse_data_parallel(model: nn.Module) -> None:
-    """Make `DistributedDataParallel(model)` raise ShardingError: it asks a module which parameters to ignore."""
-    model._ddp_params_and_buffers_to_ignore = _Refusal()  # type: ignore[assignment]
-
-
-class _Refusal:
-    def __iter__(self) -> Iterator[str]:
-        raise ShardingError(_text("DistributedDataParallel", ""))
-
-
-def _text(wrapper: str, name: str) -> str:
-    what = f"{name} of the model" if name else "the model"
-    return (
-        f"{what} is wrapped by {wrapper}, and autoshard is the parallelism: gradients would be reduced twice\n"
-        "  try: the model without it; with accelerate, transformers' Trainer or Lightning as in docs/company.md"
-    )
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    original: Any = vars(model).get("_modules", {}).get("_orig_mod")
-    return isinstance(original, nn.Module) and type(model).__name__ == "OptimizedModule"
-
-
-def _live_wrappers() -> list[nn.Module]:
-    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
-    return [o for o in gc.get_objects() if issubclass(type(o), _WRAPPERS)]
-
-
 def attach(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     """Loading of any state dict, saving whole ones, buffers without values, layers called directly, and no second
     parallelism. What is returned takes all of it off again."""
     before = set(vars(model))
     handles = [*accept_any_state(model), *accept_direct_calls(model)]
-    save_whole_pretrained(model, mesh)
-    watch_empty_buffers(model)
+    if callable(getattr(type(model), "save_pretrained", None)):
+        model.save_pretrained = _SavePretrained(model, mesh)  # type: ignore[assignment]
+    model.to_empty = _ToEmpty(model)  # type: ignore[method-assign]
     refuse_data_parallel(model)
     added = set(vars(model)) - before
 
@@ -242,3 +174,86 @@ def attach(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
             del vars(model)[name]
 
     return detach
+
+
+def accept_any_state(model: nn.Module) -> list[RemovableHandle]:
+    """Let `load_state_dict` of the model and of its modules take whole tensors and DTensors alike.
+
+    Every rank passes the same whole tensors and keeps its part, without communication but for a comparison of
+    checksums. Raises ShardingError if they differ, before anything is loaded.
+    """
+    return [module.register_load_state_dict_pre_hook(_fit) for module in model.modules()]
+
+
+def _fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace, in `state`, what is not of its parameter's kind. What an outer module did is not done again."""
+    parameters = {prefix + n: p for n, p in module.named_parameters(remove_duplicate=False)}
+    pairs = {
+        key: (state[key], parameter)
+        for key, parameter in parameters.items()
+        if isinstance(state.get(key), Tensor) and state[key].shape == parameter.shape
+    }
+    whole = {
+        key: (v, p) for key, (v, p) in pairs.items() if isinstance(p, DTensor) and not isinstance(v, DTensor)
+    }
+    if whole:
+        _check_same({key: value for key, (value, _) in whole.items()}, _mesh_of_all(whole))
+        shard_when_loaded(live_optimizers(), set(parameters.values()))
+    for key, (value, parameter) in pairs.items():
+        state[key] = _fitting(value, parameter)
+
+
+def _fitting(value: Tensor, parameter: Tensor) -> Tensor:
+    value = value.detach()
+    if isinstance(parameter, DTensor):
+        return as_laid_out(value, parameter)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _mesh_of_all(whole: Mapping[str, tuple[Tensor, Tensor]]) -> DeviceMesh:
+    parameter = next(iter(whole.values()))[1]
+    assert isinstance(parameter, DTensor)
+    return pipeline_mesh_of(parameter.device_mesh) or parameter.device_mesh
+
+
+def _check_same(whole: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    mine = {key: (str(v.dtype), checksum(v.detach())) for key, v in whole.items() if not v.is_meta}
+    first, *others = everyones(mesh, mine)
+    for rank, other in enumerate(others, start=1):
+        key = next((k for k in [*first, *other] if first.get(k) != other.get(k)), None)
+        if key is not None:
+            raise ShardingError(
+                f"state_dict has other values of {key} on rank {rank} than on rank 0, and each rank keeps its part\n"
+                "  try: load the same file on every rank; or, from rank 0 alone, set_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict with StateDictOptions(full_state_dict=True, "
+                "broadcast_from_rank0=True)"
+            )
+
+
+class _SavePretrained:
+    """The model's `save_pretrained`: every rank calls it, rank 0 writes. It gathers the parameters, in the memory of
+    rank 0's host."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._mesh = mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SavePretrained:
+        return _SavePretrained(memo.get(id(self._model), self._model), self._mesh)
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        collectively(self._mesh, self._arrived)
+        if kwargs.get("state_dict") is None:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            kwargs["state_dict"] = get_model_state_dict(self._model, options=options)
+        kwargs["is_main_process"] = dist.get_rank() == 0
+        collectively(self._mesh, lambda: self._write(save_directory, *args, **kwargs))
+
+    def _write(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs["is_main_process"]:
+            type(self._model).save_pretrained(self._model, *args, **kwargs)  # type: ignore[operator]
+
+    def _arrived(self) -> None:
+        """Nothing: a rank that does not come here is named."""

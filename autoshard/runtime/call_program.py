@@ -1,9 +1,13 @@
-"""A rank's program of a call as a differentiable function, and which of the call's outputs get a gradient."""
+"""A rank's program of a call as a differentiable function: which of the call's outputs get a gradient, and whether its
+values are those for which the program was traced."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.leaves import Leaves, conform, expected
 from cost_model.errors import ShardingError
+from passes.capture import CallSpec
+from passes.capture.questions import Check
 from passes.ir.joint import GraphInput, GraphOutput
+from passes.ir.torch_dtensor import local_of
 from passes.lower.missing_tangents import all_but_the_loss
 
 
@@ -81,7 +88,7 @@ class CallGradients:
         return [outputs[i] for i in self._constant]
 
     def overwritten(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
-        """What a call reads of buffers that it writes, to be read again."""
+        """Copies of the buffers that a call writes, to be read again."""
         return {leaf: leaves[leaf].clone() for _, leaf in self.buffers}
 
     def loss_tangent(self, tangents: Sequence[Tensor | None]) -> Tensor | None:
@@ -96,6 +103,28 @@ class CallGradients:
         return known[loss]
 
 
+def _nothing() -> None:
+    return None
+
+
+def no_checks(outputs: Sequence[Tensor], later: bool) -> Callable[[], None]:
+    return _nothing
+
+
+def _no_turn(phase: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Around:
+    """turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
+    checks: given a forward's outputs before buffers change, raises if they are not for this program; what it returns is
+            called after the backward, if there is one."""
+
+    turn: Callable[[str], AbstractContextManager[Any]] = _no_turn
+    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks
+
+
 class CallProgram(ABC):
     """Runs calls of one kind: leaves in, outputs out. Calls are independent: a second may run before the first's
     backward, and a graph may be retained. New values of buffers are written into the buffers.
@@ -107,13 +136,24 @@ class CallProgram(ABC):
     outputs: the call's tensor outputs in the order of their index.
     """
 
-    leaves: Leaves
-    ends: CallGradients
+    def __init__(self, leaves: Leaves, ends: CallGradients, around: Around) -> None:
+        self.leaves, self.ends, self.around = leaves, ends, around
+
+    def _settled(
+        self, leaves: Sequence[Tensor], results: Sequence[Tensor | None], later: bool
+    ) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        """(the call's outputs among `results`, what is to be called after the backward): checked, and new values of
+        buffers written. later: whether there is a backward."""
+        outputs = self.ends.returned(results)
+        late = self.around.checks(outputs, later)
+        for place, leaf in self.ends.buffers:
+            local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
+        return outputs, late
 
     @property
     @abstractmethod
     def gradients(self) -> Sequence[GraphOutput]:
-        """What `run_backward` returns; empty where nothing is trained."""
+        """The gradients that `run_backward` returns; empty where nothing is trained."""
 
     @abstractmethod
     def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor], Any]:
@@ -172,3 +212,61 @@ def _check_first_order() -> None:
             "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
             "there, and return it"
         )
+
+
+class Otherwise(Exception):
+    """A call does not do what its program does. answers: to the first questions of its forward, the last of which came
+    out otherwise. Nothing has been changed yet."""
+
+    def __init__(self, answers: Sequence[Tensor], place: str) -> None:
+        super().__init__(place)
+        self.answers, self.place = tuple(answers), place
+
+
+class Checks:
+    """The checks of one program, asked after each forward, before anything of the user's is changed."""
+
+    def __init__(self, call: CallSpec) -> None:
+        self._checks = call.checks
+
+    def __call__(self, outputs: Sequence[Tensor], later: bool) -> Callable[[], None]:
+        """Raises Otherwise, on all ranks alike.
+
+        later: whether a check that only raises may wait on a device, so that its host need not wait for the forward;
+        what is returned then makes up for it, and raises the user's error: too late to do otherwise."""
+        waiting: list[tuple[Check, Tensor]] = []
+        found: list[Tensor] = []
+        for index, check in self._checks:
+            if index is None:
+                found.append(check.answer)
+                continue
+            value = outputs[index].detach()
+            if later and check.error is not None and value.device.type != "cpu":
+                waiting.append((check, value.to("cpu", non_blocking=True)))
+                found.append(check.answer)
+                continue
+            found.append(value.cpu())
+            if not torch.equal(found[-1], check.answer):
+                raise Otherwise(found, check.place)
+        return _late(waiting, outputs) if waiting else _nothing
+
+
+def _late(waiting: Sequence[tuple[Check, Tensor]], outputs: Sequence[Tensor]) -> Callable[[], None]:
+    copied = torch.Event(outputs[0].device.type)
+    copied.record()
+
+    def settle() -> None:
+        copied.synchronize()
+        for check, value in waiting:
+            if not torch.equal(value, check.answer):
+                raise _raised(check)
+
+    return settle
+
+
+def _raised(check: Check) -> Exception:
+    """The user's own error, with the line where the forward asks."""
+    error = copy.copy(check.error)
+    assert error is not None
+    error.add_note(f"  at {check.place}")
+    return error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoshard.runtime.call_program import CallGradients
+from autoshard.runtime.call_program import Around, CallGradients
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
 from autoshard.runtime.step import AtOnce
@@ -37,7 +37,7 @@ class Compiler:
     def __call__(
         self, module: fx.GraphModule, adding: Sequence[int] = ()
     ) -> tuple[Compiled, tuple[Tensor, ...]]:
-        """What runs it, and how its inputs look. adding: as `compile_graph` takes it."""
+        """The compiled graph, and how its inputs look. adding: as for `compile_graph`."""
         text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         results: Any = module.graph.output_node().args[0]
@@ -195,7 +195,7 @@ class PiecesRun:
 
 
 def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
-    """Of every piece. joined: as they run op by op; a compiler joins more itself."""
+    """The program of every piece, split. joined: as they run op by op; a compiler joins more itself."""
     parts = [split_pieces(program) for program in step.programs]
     return [one.joined() for one in parts] if joined else parts
 
@@ -252,10 +252,9 @@ def program_in_pieces(
     device: torch.device,
     backend: str,
     observers: Sequence[Observer],
-    turn: Callable[[str], AbstractContextManager[Any]],
-    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+    around: Around,
 ) -> AtOnce:
-    """What `autoshard.runtime.step.Program` is, of the programs of all pieces, in the order in which they run."""
+    """The counterpart of `autoshard.runtime.step.Program` for the programs of all pieces, in the order of running."""
     first = programs[0]
     placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
     pairs = list(zip(placeholders, first.inputs, strict=True))
@@ -272,4 +271,4 @@ def program_in_pieces(
     early = body = compiled(InPieces(tuple(programs), names, {index: node.name for index, node in read}))
     if not ends.has_loss:
         early = compiled(InPieces(tuple(map(without_gradients, programs)), names, {}))
-    return AtOnce(leaves, ends, body, early, device, turn, checks)
+    return AtOnce(leaves, ends, body, early, device, around)

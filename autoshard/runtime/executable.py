@@ -1,4 +1,4 @@
-"""What runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
+"""Runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.call_program import CallProgram
-from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.planner import Settings
+from autoshard.runtime.process_groups import local_device
+from autoshard.runtime.sharding import arrived, seed_on
 from autoshard.watching.check_calls import CheckCalls
 from autoshard.watching.watch import Watch
 from cost_model.errors import ShardingError
@@ -25,7 +26,7 @@ from passes.ir.joint import GraphInput, JointGraph
 
 
 class SeedStream:
-    """Where the seeds of a model's calls come from; `torch.distributed.checkpoint` saves and loads it as it is.
+    """The stream of seeds of a model's calls; `torch.distributed.checkpoint` saves and loads it as it is.
 
     A stream starts at the first plan, with rank 0's `torch.initial_seed()`. One that was loaded before goes on where
     it was saved. It is the same on every rank.
@@ -69,11 +70,6 @@ class SeedStream:
         return twin
 
 
-_OP_BY_OP = 2
-"""Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
-longer than running it. Counted by calls, so that all ranks compile at the same one."""
-
-
 class Programs:
     """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
 
@@ -86,14 +82,16 @@ class Programs:
     def next(self) -> CallProgram:
         """For one more call. A step that has begun with another program ends with that one."""
         self._calls += 1
-        if not self._compiled and self._calls > _OP_BY_OP:
+        # A last, smaller batch comes once an epoch, and compiling it takes longer than running it: a later kind of call
+        # runs op by op twice. Counted by calls, so that all ranks compile at the same one.
+        if not self._compiled and self._calls > 2:
             self._program = self._made(self._backend)
             self._compiled = True
         return self._program
 
 
 class Home(Protocol):
-    """Where programs are made, and a call's tensors come from: a session."""
+    """A session: programs are made for it, and a call's tensors come from it."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -154,7 +152,7 @@ Leaf = Callable[[Sequence[Tensor]], Tensor]
 
 
 def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide) -> Leaf:
-    """How to get the tensor of one placeholder in a call."""
+    """A function that gets the tensor of one placeholder in a call."""
     device = local_device(home.mesh)
     if spec.kind == "seed":
         return lambda tensors: seed_on(home.seeds.next(), device)

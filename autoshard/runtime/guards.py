@@ -35,7 +35,7 @@ class _Watch:
     values: tuple[Any, ...]
     same: Callable[[Any, Any], bool]
     held: Any = None
-    """Where the values stand: a dict, of which `names` are watched, or a list."""
+    """The container of the values: a dict, of which `names` are watched, or a list."""
     picked: bool = False
     """Whether `names` are some of the dict's keys only."""
 
@@ -61,7 +61,7 @@ class _Watch:
 
 @dataclass
 class Guards:
-    """Of one program. Made when it is, from the attributes that its capture read.
+    """The guards of one program, made when it is, from the attributes that its capture read.
 
     reads: as `Captured.reads`. `hold()` says whether the program is still the model's; `changed()` what is not.
     Parameters that were replaced by others of the same shape and layout count as the same, plain tensors in

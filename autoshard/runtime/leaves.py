@@ -145,7 +145,7 @@ def _no_tensor() -> None:
 
 @dataclass(frozen=True)
 class LeafLooks:
-    """What a call's leaves were, beside their values. shardings: of DTensors; shapes: of those that may be sliced."""
+    """Leaves of a call without their values. shardings: of DTensors; shapes: of those that may be sliced."""
 
     shardings: Sequence[Any]
     shapes: Mapping[int, torch.Size]

@@ -10,25 +10,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.outputs import Checks
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
-from autoshard.runtime.devices import in_host_order, local_device
 from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
 from autoshard.runtime.pipeline_stage import StageOnRank
-from autoshard.runtime.process_groups import groups_for, holders_mesh
+from autoshard.runtime.process_groups import groups_for, holders_mesh, local_device
 from autoshard.runtime.step import Program
 from autoshard.runtime.trial_run import RaceEntry
+from autoshard.started_mesh import in_host_order
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import kind_of, turns_of
-from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.single_kernel import keep_freed_memory
@@ -85,7 +83,7 @@ class Call:
         compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
         def made(backend: str) -> CallProgram:
-            keep_freed_memory(mesh_device(home.spec.device_type))
+            keep_freed_memory(local_device(home.mesh))
             with home.stages("compiling the plan", (self.kind, backend)):
                 return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
 
@@ -125,17 +123,15 @@ def _whole(call: Call, plan: Plan) -> Made:
         return programs
 
     ours = collectively(home.mesh, lower, what="lowering a plan")
-    given, watched = (
-        (_sides(cut.joint, plan), spec, rank),
-        (turns_of(home.watch, call.kind), Checks(cut.call)),
-    )
+    given = _sides(cut.joint, plan), spec, rank
+    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 
     def compiled(backend: str) -> CallProgram:
         if len(ours) > 1:
             device = local_device(home.mesh)
-            return program_in_pieces(ours, *given, device, backend, home.observers, *watched)
+            return program_in_pieces(ours, *given, device, backend, home.observers, around)
         backward = ours[0].phases.backward
-        program = Program(ours[0], *given, backend, home.observers, *watched)
+        program = Program(ours[0], *given, backend, home.observers, around)
         if backward is not None:
             program.compile_backward(usually_missing(backward))
         return program
@@ -160,11 +156,9 @@ def _staged(call: Call, plan: PipelinePlan) -> Made:
         ]
 
     ours = collectively(home.mesh, lower, what="lowering a plan")
-    given, watched = (
-        (ends, ours, len(graphs), plan.schedule),
-        (turns_of(home.watch, call.kind), Checks(cut.call)),
-    )
-    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, *watched)
+    given = ends, ours, len(graphs), plan.schedule
+    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
+    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
 
 
 def _pipeline_ends(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.outputs import Otherwise
+from autoshard.runtime.call_program import Otherwise
 from autoshard.runtime.guards import Guards
 from autoshard.watching.agreement import everyones
 from cost_model.errors import ShardingError
@@ -30,10 +30,10 @@ Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
 
 class Built(Protocol):
-    """What runs one kind of call."""
+    """An executable of one kind of call."""
 
     guards: Guards
-    """What it depends on beside the call's arguments and the module's mode."""
+    """Everything it depends on beside the call's arguments and the module's mode."""
     answers: tuple[Tensor, ...]
     """To what the forward asks of values: a call for which they come out otherwise raises Otherwise."""
 
@@ -41,9 +41,6 @@ class Built(Protocol):
 
 
 Build = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Built]
-
-_MANY = 8
-"""So many programs for one kind of call are worth a warning: something in the model changes at every call."""
 
 
 class Dispatcher:
@@ -64,7 +61,7 @@ class Dispatcher:
         self._uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
         self.executables: dict[Hashable, list[Built]] = {}
         self.model = model
-        self._mode = _Mode(model)
+        self._mode = Mode(model)
         self._key = key
         self.build = build
 
@@ -87,9 +84,9 @@ class Dispatcher:
                 return built
         if known:
             _tell(known, otherwise)
-            self._mode = _Mode(self.model)  # layers may have changed
+            self._mode = Mode(self.model)  # layers may have changed
         built = self.build(args, kwargs, answers)
-        self.executables.setdefault((_Mode(self.model).key(), key), []).insert(0, built)
+        self.executables.setdefault((Mode(self.model).key(), key), []).insert(0, built)
         return built
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
@@ -124,7 +121,8 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
         else f"a value comes out otherwise at {otherwise.place}"
     )
     _log.info("the model has changed since this kind of call was planned: %s", reason)
-    if len(known) == _MANY:
+    # With so many programs for one kind of call, something in the model changes at every call.
+    if len(known) == 8:
         _log.warning(
             "%d programs were made for one kind of call, since the model keeps changing: %s\n"
             "  try: pass it as a tensor argument, or keep it in a buffer (register_buffer)",
@@ -134,7 +132,7 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
 
 
 def _run(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch.compile leaves alone: the programs are compiled already, and planning is not to be traced."""
+    """Runs a call. torch.compile leaves it alone: programs are compiled already, and planning is not to be traced."""
     otherwise: Otherwise | None = None
     while True:
         try:
@@ -158,7 +156,7 @@ def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:
 
 
 def dispatcher_of(model: nn.Module) -> Dispatcher | None:
-    """What `install` put on the model, if anything; also where a library wrapped it since, for autocast."""
+    """The dispatcher that `install` put on the model, if any; also where a library wrapped it since, for autocast."""
     found = vars(model).get("forward")
     while found is not None and not isinstance(found, Dispatcher):
         found = getattr(found, "__wrapped__", None)
@@ -180,15 +178,10 @@ def original_forward(model: nn.Module) -> Generator[None]:
         model.forward = installed
 
 
-def mode_key(model: nn.Module) -> Hashable:
-    """Everything but the arguments that decides what a call computes, and whether it needs a backward.
+class Mode:
+    """Everything but the arguments that decides what a call computes, and whether it needs a backward: the training
+    flag of every module, grad mode, which parameters require gradients, autocast."""
 
-    Training flag of every module, grad mode, which parameters require gradients, autocast.
-    """
-    return _Mode(model).key()
-
-
-class _Mode:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._tables = [m._parameters for m in self._modules if m._parameters]

@@ -8,43 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from cost_model.measure.clock import Marks
 from passes.lower.phases import Phases
 from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import Action
-
-
-class Marks:
-    """Points in time of the host, where work is done when its call returns."""
-
-    def mark(self) -> Any:
-        """Now: after all that was issued before."""
-        return time.perf_counter()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks."""
-        return end - start
-
-
-class CudaMarks(Marks):
-    """Events on the current stream: nothing is waited for until seconds are asked for, so that marks do
-    not slow down what they measure."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
-
-
-def marks_of(device_type: str) -> Marks:
-    """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
-    return CudaMarks() if device_type == "cuda" else Marks()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +48,7 @@ class PhaseRun:
 
     @property
     def forward(self) -> object:
-        """What a forward and its backward have in common."""
+        """The same object for a forward and its backward."""
         return self.phases.forward if isinstance(self.phases, Phases) else self.phases
 
 
@@ -117,7 +86,7 @@ def _told(observers: Sequence[Observer], run: PhaseRun) -> Generator[None]:
 
 
 StepPart = Literal["begin", "pieces", "end", "done"]
-"""What begins: a step, its first piece, what runs after the pieces; and the end of the step."""
+"""Begins of a step, of its first piece, and of what runs after the pieces; and the end of the step."""
 
 
 class StageClock(Protocol):

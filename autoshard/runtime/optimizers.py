@@ -21,7 +21,7 @@ from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 
 
 class RetiredParameter(nn.Parameter):
-    """What a replaced parameter becomes: empty, and every use of it an error.
+    """A parameter that was replaced: empty, and every use of it an error.
 
     Reading a stale `.grad` would silently give None, so that clipping a list of parameters made too
     early would clip nothing.
@@ -110,7 +110,7 @@ def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter, counts: bo
 
 
 def _follows(name: str, value: Any, parameter: nn.Parameter) -> bool:
-    """Of a 0-d parameter's 0-d state only the step count is not one value per element."""
+    """Whether a state is cut as its parameter is. Of a 0-d parameter's 0-d state all but the step count is."""
     plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
     return plain and value.shape == parameter.shape and (value.ndim > 0 or name != "step")
 

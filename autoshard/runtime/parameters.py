@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
-from autoshard.runtime.devices import local_device
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire, update_shards
-from autoshard.runtime.process_groups import holders_mesh, is_of_stages, spec_of
-from autoshard.runtime.sharding import differing, distributed, like_parameter
+from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
+from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
@@ -58,7 +57,7 @@ def complete_dtensor_ops(device: torch.device) -> None:
     handle_dtensor_op(aten.copy_.default, _copy)
     handle_dtensor_op(aten.detach.default, _detached)
     answer_new_ops(_summed_first)
-    set_dtensor_data_by(_as_laid_out)
+    set_dtensor_data_by(lambda target, value: as_laid_out(value, target))
     take_plain_tensors_as_replicated(device)
     update_shards()
 
@@ -68,7 +67,7 @@ def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch gives, in half the time: autograd detaches every gradient that it stores."""
+    """The result of torch's own op, in half the time: autograd detaches every gradient that it stores."""
     (tensor,) = args
     return dtensor_from(op(local_of(tensor)), sharding_of(tensor))
 
@@ -97,24 +96,13 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, DTensor):
         return op(target, source.full_tensor(), *rest, **kwargs)
     source = source if source.shape == target.shape else source.expand(target.shape)
-    op(target.to_local(), _as_laid_out(target, source).to_local(), *rest, **kwargs)
+    op(target.to_local(), as_laid_out(source, target).to_local(), *rest, **kwargs)
     return target
-
-
-def _as_laid_out(target: DTensor, value: Tensor) -> DTensor:
-    """`value`, of the shape of `target`, on its mesh and in its placements."""
-    if not isinstance(value, DTensor):
-        return like_parameter(value, target)
-    if value.device_mesh != target.device_mesh and is_of_stages(value, target):
-        return like_parameter(value.full_tensor(), target)
-    if value.device_mesh != target.device_mesh or value.placements != target.placements:
-        return value.redistribute(target.device_mesh, target.placements)
-    return value
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter goes: its mesh, and a placement for each of its axes."""
+    """The place of a parameter: its mesh, and a placement for each of its axes."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -243,7 +231,7 @@ class _GradientHook:
 
 @dataclass(frozen=True)
 class StagePlaced:
-    """Where one parameter is: the stages that hold it, ascending, and a placement for each axis of the mesh.
+    """The place of one parameter: the stages that hold it, ascending, and a placement for each axis of the mesh.
 
     On the axis of the stages that is Replicate().
     """

@@ -6,17 +6,15 @@ pieces does without stages (`autoshard.runtime.step.AtOnce`). Every rank gets th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.call_program import CallGradients
+from autoshard.runtime.call_program import Around, CallGradients
 from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import StageClock, StepPart
@@ -37,7 +35,7 @@ from passes.layout.layout import Layout
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """Where the ends of a call are.
+    """The ends of a call, and the ranks that have them.
 
     joint:    of the call, whole or of its first piece. spec, rank: a stage's mesh, and this rank's place in it.
     returned: tensor output of the call -> (coordinate along the stage axis of the ranks that return it, layout), of
@@ -65,8 +63,7 @@ def pipeline_program(
     schedule: str,
     backend: str,
     clocks: Sequence[StageClock],
-    turn: Callable[[str], AbstractContextManager[Any]],
-    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+    around: Around,
 ) -> AtOnce:
     """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`. clocks: told of every step; they may
     change while the program lives."""
@@ -76,7 +73,7 @@ def pipeline_program(
     if gradients.gradients and not gradients.has_loss:
         own = [stage.without_gradients() for stage in stages]
         early = _Pipeline(ends, own, count, schedule, compile_, clocks)
-    return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, turn, checks)
+    return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, around)
 
 
 class _Pipeline:
@@ -164,7 +161,7 @@ class _Pipeline:
         return sent
 
     def _gradient(self, value: Tensor | None, place: int, leaf: Tensor) -> Tensor:
-        """Of what several ranks along the axis hold each has a part, or none. Of what a rank does not hold an empty
+        """The sum over the ranks along the axis that hold the leaf: each has a part, or none. Elsewhere an empty
         one."""
         if value is None:
             value = torch.zeros(self._held(place, leaf), dtype=leaf.dtype, device=self._at.device)
@@ -190,7 +187,7 @@ class _Pipeline:
 
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
-    """Of the whole call. A parameter that no stage of this rank reads is taken as it is."""
+    """The leaves of the whole call. A parameter that no stage of this rank reads is taken as it is."""
     own = {(spec.kind, spec.name): node for stage in reversed(stages) for spec, node in stage.placeholders}
     specs = [
         (spec, node)
@@ -211,7 +208,7 @@ def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
 
 
 def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[int, Tensor]]:
-    """Of outputs whose gradient is read, like this rank's part of it; on ranks that have none, like the whole."""
+    """Index and look of each output's gradient that is read: this rank's part of it, or the whole where it has none."""
     own = {index: value for stage in stages for index, value in stage.tangents()}
     kinds = zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
     read = [(spec.index, node) for spec, node in kinds if spec.kind == "tangent" and node.users]

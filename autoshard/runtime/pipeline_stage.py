@@ -37,11 +37,11 @@ class StageOnRank:
 
     @property
     def placeholders(self) -> list[tuple[GraphInput, fx.Node]]:
-        """Of the first piece."""
+        """Inputs of the first piece, with their nodes."""
         return list(zip(self.programs[0].inputs, _placeholders(self.programs[0]), strict=True))
 
     def tangents(self) -> list[tuple[int, Tensor]]:
-        """Of the call's outputs that the stage returns: index, and a tensor like the gradient here."""
+        """Index of each output of the call that the stage returns, and a tensor like its gradient here."""
         values = {spec.index: node.meta["val"] for spec, node in self.placeholders if spec.kind == "tangent"}
         return [(whole, values[i]) for i, whole in enumerate(self.graph.outputs) if i in values]
 
@@ -67,7 +67,7 @@ class StageOnRank:
 
 
 class StageRun(PiecesRun):
-    """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of
+    """The computing of a stage for each piece. It keeps by itself what its backward needs, and adds up the gradients of
     its parameters and what it returns to the caller.
 
     A step: `start`, forward and backward of all pieces in any order, `finish`."""
@@ -181,7 +181,7 @@ class PipelineStage:
         return self._transfers(dist.isend, self._gradients.pop(bwd_chunk_id, ()), self.stage_index - 1)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
-        """What is sent; of the last stage a number that stands for its loss, so that a backward follows."""
+        """The values to send; of the last stage a number that stands for its loss, so that a backward follows."""
         with torch.no_grad(), self._timed("forward", fwd_chunk_id):
             sent = self._programs.forward(fwd_chunk_id, self._received.pop(fwd_chunk_id, ()))
         self._sent[fwd_chunk_id] = [value.contiguous() for value in sent]

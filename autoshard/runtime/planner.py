@@ -31,7 +31,7 @@ from passes.micro_batches.cut_batch import Uncut
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked `autoshard` for; see its docstring. profile: None until it is measured."""
+    """The user's arguments of `autoshard`; see its docstring. profile: None until it is measured."""
 
     profile: Profile | None
     memory_limit: int | None
@@ -112,7 +112,7 @@ class Planner:
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: Plan, held: Mapping[str, Layout]
     ) -> Found:
-        """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
+        """The plan of another kind of call: the layouts there are or, if they do not fit, a search with `held`."""
         task = self._task(captured, layouts, held)
         if isinstance(first, PipelinePlan):
             return _alone(carried_stages(task, first))

@@ -17,14 +17,26 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.devices import bound_device, local_device
 from cost_model.errors import ShardingError
+from cost_model.measure.peers import existing_group, groups_over, new_group
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
 
 
+def local_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank's shards: the CPU, or the process's current device of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def bound_device() -> torch.device | None:
+    """The `device_id` that the default process group was made with, if any."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
 class Kept(dict[Any, Any]):
-    """What it holds belongs to a process: a saved mesh comes back without any, a copied one shares it.
+    """Values that belong to a process: a saved mesh comes back without any, a copied one shares them.
 
     It is saved as an empty OrderedDict, which `torch.load` takes without being told of this class.
     """
@@ -37,7 +49,7 @@ class Kept(dict[Any, Any]):
 
 
 def kept_on(mesh: DeviceMesh, what: str) -> Kept:
-    """What there is so far of `what`, to be read and added to."""
+    """The values of kind `what` that there are so far, to be read and added to."""
     name = f"_autoshard_{what}"
     found = vars(mesh).get(name)
     if not isinstance(found, Kept):
@@ -52,12 +64,7 @@ def new_group_of(mesh: DeviceMesh, members: Sequence[Sequence[int]], name: str) 
     """
     if mesh.device_type != "cpu" and bound_device() is not None:
         return _split(mesh, members, name)
-    mine = None
-    for ranks in members:
-        group = dist.new_group(list(ranks), group_desc=name)
-        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
-            mine = group
-    return mine
+    return new_group(members, name)
 
 
 def own_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -92,7 +99,7 @@ def _split(mesh: DeviceMesh, members: Sequence[Sequence[int]], name: str) -> dis
 
 
 class PartOf(NamedTuple):
-    """What a mesh of stages is a part of: the ranks of `whole` whose coordinate along `axis` is in `holders`."""
+    """A mesh of stages as a part of `whole`: the ranks whose coordinate along `axis` is in `holders`."""
 
     whole: DeviceMesh
     axis: str
@@ -125,7 +132,7 @@ def holders_mesh(mesh: DeviceMesh, axis: str, holders: tuple[int, ...]) -> Devic
 
 
 def part_of(mesh: DeviceMesh) -> PartOf | None:
-    """What a mesh that `holders_mesh` made is a part of; None for any other mesh."""
+    """How a mesh that `holders_mesh` made is a part of another; None for any other mesh."""
     found = vars(mesh).get("_autoshard_part_of")
     return None if found is None else PartOf(*found)
 
@@ -188,8 +195,7 @@ def _along(mesh: DeviceMesh, spec: MeshSpec, axis: str, holders: tuple[int, ...]
         if not alone:
             alone["group"] = own_group(mesh)
         return alone["group"]
-    lines = {spec.group(rank, (axis,)): None for rank in range(spec.device_count)}
-    members = [[line[i] for i in holders] for line in lines]
+    members = [[line[i] for i in holders] for line in groups_over(spec, (axis,))]
     group = new_group_of(mesh, members, f"autoshard {axis} {','.join(map(str, holders))}")
     if group is not None:
         connect(group, mesh)
@@ -245,17 +251,9 @@ def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
     part = part_of(mesh)
     if part is not None:
         return _group_of_part(mesh, part, axes)
-    real = [axis for axis in axes if spec.size(axis) > 1]
-    if len(real) < 2:  # axes of one rank change nothing: no second communicator for the same ranks
-        return mesh.get_group(spec.index((real or axes)[0]))
-    if spec.size(*axes) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    # The other axes, in mesh order, number the groups: the same order of creation on every rank.
-    members = {spec.group(rank, axes): None for rank in range(spec.device_count)}
-    group = new_group_of(mesh, list(members), f"autoshard {','.join(axes)}")
-    assert isinstance(group, dist.ProcessGroup)
+    group = existing_group(mesh, spec, axes)
+    group = group or new_group_of(mesh, groups_over(spec, axes), f"autoshard {','.join(axes)}")
+    assert group is not None
     return group
 
 

@@ -23,19 +23,16 @@ from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.making import Call, Made
-from autoshard.runtime.observe import Marks, StageRecorder, unobserved
+from autoshard.runtime.observe import StageRecorder, unobserved
 from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
-from cost_model.units import format_bytes
+from cost_model.measure.clock import Marks
+from cost_model.memory import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
 _LEAST_ROUNDS = 5
 _NAME, _LEAST_STEPS = "the plan", 3
-_MOST_SHARE = 0.1
-"""Of the time limit, that a rehearsal may take as it is predicted."""
-_MARGIN = 1.25
-"""Room that there must be, over the plan's peak: a rehearsal is no reason to fail."""
 
 _log = logging.getLogger("autoshard")
 
@@ -101,7 +98,7 @@ def beside_each_other(needs: Sequence[int], room: int) -> bool:
 
 
 def rounds_within(seconds: float) -> int:
-    """How often plans run whose slowest takes `seconds` a step."""
+    """The number of steps of each plan, where the slowest takes `seconds` a step."""
     return steps_within(seconds, _LEAST_ROUNDS)
 
 
@@ -177,7 +174,8 @@ def is_to_rehearse(plan: Plan, time_limit: float) -> bool:
     timed, or would have been if there had been time for it."""
     seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
     worth = bool(plan.origin.timed) or is_worth_it(plan.step_time)
-    return worth and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
+    # A rehearsal may take a tenth of the time limit, as it is predicted.
+    return worth and plan.rehearsed is None and seconds <= 0.1 * time_limit
 
 
 def rehearsed(call: Call, plan: Plan, made: Made) -> tuple[Plan, Made]:
@@ -187,7 +185,8 @@ def rehearsed(call: Call, plan: Plan, made: Made) -> tuple[Plan, Made]:
     """
     home, track = call.home, Track(call.home.mesh, "a rehearsal")
     # A limit is the plan's, which keeps it here as later; beside it is the model as it was given.
-    if track.room(None) < _MARGIN * plan.peak_memory:
+    # Some room beyond the plan's peak: a rehearsal is no reason to fail.
+    if track.room(None) < 1.25 * plan.peak_memory:
         return plan, made
     with unobserved(home.observers, home.stage_clocks), random_state_kept():
         program = made(home.settings.backend)

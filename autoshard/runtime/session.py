@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.arguments import optimizer_name
-from autoshard.calls.global_call import GlobalCall, global_call
-from autoshard.calls.outputs import output_layouts
+from autoshard.arguments import check_unwrapped, optimizer_name
+from autoshard.global_call import GlobalCall, global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
@@ -26,8 +25,6 @@ from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.attachments import check_unwrapped
-from autoshard.runtime.devices import check_placed, local_device, move_buffers
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
@@ -36,7 +33,9 @@ from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings
+from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
+from autoshard.runtime.sharding import check_placed, move_buffers
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
@@ -91,7 +90,7 @@ class Session:
         return stages_of(self.mesh.get_rank(), subject)(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What of a call's arguments decides its graph."""
+        """The part of a call's arguments that decides its graph."""
         return flatten_call(args, kwargs)[1]
 
     def build(
@@ -216,12 +215,12 @@ class Session:
         }
 
     def prices(self, profile: Profile | None = None) -> Prices:
-        """What the program's kernels and collectives cost under `profile`, or the session's own."""
+        """The prices of the program's kernels and collectives under `profile`, or the session's own."""
         return prices_of(profile or self.profile, self.spec, self.settings.backend)
 
     @property
     def profile(self) -> Profile:
-        """What it plans with."""
+        """The profile that it plans with."""
         assert self.settings.profile is not None
         return self.settings.profile
 

@@ -1,23 +1,131 @@
-"""Cut a whole tensor to this rank's shard, or receive the shard from rank 0."""
+"""Where a model's tensors are, and how they come to their ranks: to the mesh's device, and each rank's shard of them.
+
+A model may be on the CPU, on the rank's own device, partly here and partly there, or on `meta`. What is on the CPU
+moves when the plan is carried out; anything on a third device is an error before that.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from autoshard.runtime.devices import local_device
-from autoshard.runtime.process_groups import pipeline_mesh_of, place_in, spec_of, whole_group
+from autoshard.runtime.process_groups import (
+    bound_device,
+    local_device,
+    pipeline_mesh_of,
+    place_in,
+    spec_of,
+    whole_group,
+)
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import dtensor_from, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
+
+
+def check_placed(model: nn.Module, mesh: DeviceMesh) -> None:
+    """`check_bound` and `check_devices` for this rank."""
+    device = local_device(mesh)
+    check_bound(device, bound_device())
+    check_devices(model, device)
+
+
+def check_devices(model: nn.Module, device: torch.device) -> None:
+    """ShardingError, saying what is where, unless every parameter and buffer is on `device`, the CPU or `meta`."""
+    places: dict[torch.device, list[str]] = {}
+    for name, tensor in _state(model):
+        places.setdefault(tensor.device, []).append(name)
+    wrong = [place for place in places if place.type not in ("cpu", "meta") and place != device]
+    if not wrong:
+        return
+    lines = [f"  {place}: {_some(names)}" for place, names in places.items()]
+    remedy = (
+        "model.cpu(), or a mesh of the model's device type"
+        if device.type == "cpu"
+        else f"torch.{device.type}.set_device(local rank) before the model is made, or model.to({str(device)!r})"
+    )
+    raise ShardingError(
+        f"the model has tensors on {', '.join(map(str, wrong))}, and this rank's part of the mesh is {device}\n"
+        + "\n".join(lines)
+        + f"\n  try: {remedy}"
+    )
+
+
+def check_bound(device: torch.device, bound: torch.device | None) -> None:
+    """ShardingError if the process group was made for another device than the process's current one."""
+    if bound is not None and bound.type == device.type and bound != device:
+        raise ShardingError(
+            f"the process group is bound to {bound}, and the process's current device is {device}\n"
+            f"  try: torch.{device.type}.set_device({bound.index}) before init_process_group(device_id=...)"
+        )
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Every buffer and plain tensor attribute to `device`, those on `meta` excepted; one that several modules share
+    stays one.
+
+    As `model.to` does it, a moved buffer is a new tensor in the old one's place.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id stays its own
+    for module in model.modules():
+        for table in (module._buffers, vars(module)):
+            for name, buffer in table.items():
+                if type(buffer) is not Tensor and (buffer is None or table is not module._buffers):
+                    continue
+                if buffer.is_meta or buffer.requires_grad or buffer.device == device:
+                    continue
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer, buffer.to(device)
+                table[name] = moved[id(buffer)][1]
+
+
+def arrived(tensor: Tensor, name: str, device: torch.device) -> Tensor:
+    """A call's tensor on `device` (differentiable): a CPU tensor is copied there, without waiting for it.
+
+    Raises ShardingError for a tensor on another device, whose values a copy would fetch from a device that
+    is some other rank's.
+    """
+    if tensor.device == device:
+        return tensor
+    if tensor.device.type == "cpu" and not isinstance(tensor, DTensor):
+        return tensor.to(device, non_blocking=True)
+    if tensor.is_meta:
+        raise ShardingError(
+            f"{name} is on meta, without values\n"
+            f"  try: model.to_empty(device={device.type!r}) and then load_state_dict, or a tensor that has values"
+        )
+    raise ShardingError(
+        f"{name} is on {tensor.device}, and this rank's part of the mesh is {device}\n"
+        f"  try: {name}.to({str(device)!r}), or a CPU tensor, which autoshard moves"
+    )
+
+
+def seed_on(seed: Tensor, device: torch.device) -> Tensor:
+    """A CPU seed on `device`, written there by a kernel with the number as its argument: a copy from pageable
+    memory would make the host wait for the device in every step."""
+    if device.type == "cpu":
+        return seed
+    return torch.full((), int(seed), dtype=torch.int64, device=device)
+
+
+def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _some(names: list[str]) -> str:
+    shown = 4
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
 
 _PIECE_BYTES = 64 << 20
 
@@ -57,9 +165,8 @@ def distributed(
         _receive(local, whole, layout, spec, mesh)
     elif place is not None:
         local.copy_(shard_of(whole, layout, spec, place))
-    made = DTensor.from_local(
-        local, mesh, placed, run_check=False, shape=whole.shape, stride=_contiguous_stride(whole.shape)
-    )
+    stride = torch.empty(whole.shape, device="meta").stride()
+    made = DTensor.from_local(local, mesh, placed, run_check=False, shape=whole.shape, stride=stride)
     # On other ranks a number has no dims either, as torch's ops make it; `from_local` makes it of one.
     return cast(DTensor, dtensor_from(local, sharding_of(made)))
 
@@ -95,11 +202,15 @@ def like_parameter(whole: Tensor, parameter: Tensor) -> DTensor:
     return distributed(whole, mesh, placed, layout, spec, from_first=False)
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * max(1, shape[dim + 1])
-    return tuple(stride)
+def as_laid_out(value: Tensor, target: DTensor) -> DTensor:
+    """`value`, of the shape of `target`, on its mesh and in its placements."""
+    if not isinstance(value, DTensor):
+        return like_parameter(value, target)
+    if value.device_mesh != target.device_mesh:
+        return like_parameter(value.full_tensor(), target)
+    return (
+        value if value.placements == target.placements else value.redistribute(placements=target.placements)
+    )
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

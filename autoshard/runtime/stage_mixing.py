@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.devices import local_device
-from autoshard.runtime.process_groups import kept_on, pipeline_mesh_of, spec_of, whole_group
+from autoshard.runtime.process_groups import kept_on, local_device, pipeline_mesh_of, spec_of, whole_group
 from autoshard.runtime.sharding import distributed, like_parameter
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import answer_new_ops, dtensor_from, local_of
@@ -28,7 +27,7 @@ from passes.layout.placements import placements_to_layout
 def result_elsewhere(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, propagate: Callable[[], Any]
 ) -> Any:
-    """What the op gives here; NotImplemented where torch's answer is as good. propagate: () -> torch's shardings."""
+    """The op's result here; NotImplemented where torch's answer is as good. propagate: () -> torch's shardings."""
     operand = next((local_of(value) for value in args if isinstance(value, Tensor)), None)
     if mesh.get_coordinate() is not None or operand is None or op._schema.is_mutable:
         return NotImplemented
@@ -44,7 +43,7 @@ def result_elsewhere(
 
 
 def _empty(sharding: Any, device: torch.device) -> Tensor:
-    """Of no elements; of no dims a zero, as torch has it."""
+    """A tensor without elements; for no dims a zero, as torch has it."""
     meta = sharding.tensor_meta
     return dtensor_from(torch.zeros((0,)[: len(meta.shape)], dtype=meta.dtype, device=device), sharding)
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
-from autoshard.runtime.devices import local_device
-from autoshard.runtime.loading import states_of_all_stages
 from autoshard.runtime.process_groups import (
     PartOf,
+    is_of_stages,
+    local_device,
     part_of,
     pipeline_mesh_of,
     pipeline_of,
@@ -31,6 +32,8 @@ from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import (
     CLIP_BY_NORM,
     CLIP_BY_VALUE,
+    DISTRIBUTE_STATE,
+    GATHER_STATE,
     TOTAL_NORM,
     local_of,
     unscaling_op,
@@ -179,7 +182,7 @@ def _greatest(shares: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
 
 
 def _share(tensor: Tensor, order: float, pipeline: DeviceMesh) -> Tensor:
-    """What this rank's part adds to the norm: the sum of powers, the number of those not 0 for order 0, and the
+    """The share of this rank's part in the norm: the sum of powers, the number of those not 0 for order 0, and the
     extreme itself for inf. Of ranks with the same part one counts it."""
     part = _own_part(tensor, pipeline)
     if part is None or not part.numel():
@@ -207,6 +210,39 @@ def _own_part(tensor: Tensor, pipeline: DeviceMesh) -> Tensor | None:
     return None if any(copies) else local_of(tensor)
 
 
+def _gather(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """With whole tensors in the place of what some stages hold, one after the other to the host."""
+
+    def gather(state_dict: Any, *, cpu_offload: bool = False, ranks_only: Any = (), **options: Any) -> Any:
+        def whole(value: Any) -> Any:
+            if not is_of_stages(value):
+                return value
+            found = value.detach().full_tensor()
+            if ranks_only and dist.get_rank() not in ranks_only:
+                return None
+            return found.cpu() if cpu_offload else found
+
+        gathered = pytree.tree_map(whole, state_dict)
+        return plain(gathered, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
+
+    return gather
+
+
+def _distribute(plain: Callable[..., None]) -> Callable[..., None]:
+    """Loads this rank's parts: of a tensor that it has no part of, torch would copy all into what is there."""
+
+    def distribute(local_state_dict: dict[str, Any], keys: list[str], *rest: Any, **options: Any) -> None:
+        pairs = {key: local_state_dict.get(key) for key in keys}
+        ours = [key for key, pair in pairs.items() if isinstance(pair, tuple) and is_of_stages(pair[0])]
+        for key in ours:
+            local, whole = local_state_dict[key]
+            shard = like_parameter(whole, local)
+            local_state_dict[key] = shard if local.is_meta else local.copy_(shard)
+        plain(local_state_dict, [key for key in keys if key not in ours], *rest, **options)
+
+    return distribute
+
+
 def complete_stage_ops() -> None:
     """From now on, in this process: whole values (`full_tensor()`, differentiable), norms and clipping of
     `torch.nn.utils`, `unscale_` and `step` of a gradient scaler, and full state dicts are those of all stages. Nothing
@@ -218,4 +254,5 @@ def complete_stage_ops() -> None:
     wrap_in_torch(CLIP_BY_NORM, _clip)
     wrap_in_torch(CLIP_BY_VALUE, _clip)
     wrap_dtensor_handler(unscaling_op(), _unscale)
-    states_of_all_stages()
+    wrap_in_torch(GATHER_STATE, _gather)
+    wrap_in_torch(DISTRIBUTE_STATE, _distribute)

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from autoshard.calls.outputs import no_checks
-from autoshard.runtime.call_program import CallGradients, CallProgram
+from autoshard.runtime.call_program import Around, CallGradients, CallProgram
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphOutput
-from passes.ir.torch_dtensor import local_of
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
-
-
-def _no_turn(phase: str) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 class Program(CallProgram):
@@ -33,9 +26,6 @@ class Program(CallProgram):
     The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
-    turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
-    checks: given a forward's outputs before buffers change, raises if they are not for this program; what it returns is
-            called after the backward, if there is one.
     """
 
     def __init__(
@@ -46,10 +36,8 @@ class Program(CallProgram):
         rank: int,
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
-        turn: Callable[[str], AbstractContextManager[Any]] = _no_turn,
-        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks,
+        around: Around = Around(),  # noqa: B008  (it cannot change)
     ) -> None:
-        self._turn, self._checks = turn, checks
         phases = program.phases
         self._program = program
         self.phases = phases
@@ -57,11 +45,11 @@ class Program(CallProgram):
         self._observers = observers
         self._forward = compile_graph(phases.forward, backend)
         kinds = [i.kind for i in phases.inputs]
-        self.leaves = Leaves(kinds, _placeholder_values(phases.forward), sides, spec, rank)
+        leaves = Leaves(kinds, _placeholder_values(phases.forward), sides, spec, rank)
         tangents = () if phases.backward is None else phases.backward.tangents
         values = [] if phases.backward is None else _placeholder_values(phases.backward.module)
         known = zip([t.index for t in tangents], values[len(values) - len(tangents) :], strict=True)
-        self.ends = CallGradients(phases.outputs, tangents, list(known))
+        super().__init__(leaves, CallGradients(phases.outputs, tangents, list(known)), around)
         self._backwards: dict[frozenset[int], _CompiledBackward] = {}
 
     @property
@@ -74,13 +62,10 @@ class Program(CallProgram):
         """kept: what is to be checked after the backward."""
         locals_ = self.leaves.local(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
-        with autocast_off(), self._turn("forward"):
+        with autocast_off(), self.around.turn("forward"):
             with observed(self._observers, run):
                 results = self._forward(list(locals_))
-            outputs = self.ends.returned(results)
-            late = self._checks(outputs, self.phases.backward is not None)
-            for position, leaf in self.ends.buffers:
-                local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
+            outputs, late = self._settled(leaves, results, self.phases.backward is not None)
         saved: list[Tensor] = []
         if self.phases.backward is not None:
             saved = [locals_[i] for i in self.phases.backward.passed]
@@ -102,7 +87,7 @@ class Program(CallProgram):
         saved.clear()
         given.clear()
         run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
-        with autocast_off(), self._turn("backward"), observed(self._observers, run):
+        with autocast_off(), self.around.turn("backward"), observed(self._observers, run):
             found = list(backward.run(inputs))
         kept()
         return found
@@ -159,8 +144,6 @@ class AtOnce(CallProgram):
     as if the loss's gradient were 1; `backward()` multiplies what was found by the gradient there is, which is exact,
     since a backward is linear in it. Without one the call runs the forwards alone, by `early`, and the backward runs
     each piece again, forward and backward, so that no piece keeps anything for later.
-
-    turn, checks: as of `Program`.
     """
 
     def __init__(
@@ -170,11 +153,10 @@ class AtOnce(CallProgram):
         body: Body,
         early: Body,
         device: torch.device,
-        turn: Callable[[str], AbstractContextManager[Any]],
-        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+        around: Around,
     ) -> None:
-        self.leaves, self.ends, self._body, self._early = leaves, ends, body, early
-        self._device, self._turn, self._checks = device, turn, checks
+        super().__init__(leaves, ends, around)
+        self._body, self._early, self._device = body, early, device
 
     @property
     def gradients(self) -> Sequence[GraphOutput]:
@@ -185,12 +167,9 @@ class AtOnce(CallProgram):
         ends = self.ends
         overwritten = ends.overwritten(leaves) if ends.gradients and not ends.has_loss else {}
         values, loss = self.leaves.local(leaves), ends.loss_is_one(self._device) if ends.has_loss else {}
-        with autocast_off(), self._turn("forward"), torch.no_grad():
+        with autocast_off(), self.around.turn("forward"), torch.no_grad():
             results = self._early.run(leaves, values, loss, backward=ends.has_loss)
-            outputs = ends.returned(results)
-            self._checks(outputs, False)
-            for place, leaf in ends.buffers:
-                local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
+            outputs, _ = self._settled(leaves, results, later=False)
         outputs = own_outputs(outputs, leaves)
         if not ends.has_loss:
             again = [overwritten.get(i, leaf) for i, leaf in enumerate(leaves)] if ends.gradients else []
@@ -207,5 +186,5 @@ class AtOnce(CallProgram):
                 return [None] * len(kept)
             return [None if absent else next(own).mul(tangent) for absent in kept]
         values, given = self.leaves.local(saved), self.ends.given(tangents, self._device)
-        with autocast_off(), self._turn("backward"), torch.no_grad():
+        with autocast_off(), self.around.turn("backward"), torch.no_grad():
             return self.ends.gradients_in(self._body.run(saved, values, given, backward=True))

@@ -18,21 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.call_program import CallProgram
-from autoshard.runtime.devices import arrived, local_device
 from autoshard.runtime.leaves import InputSide, plain_input
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import Place, complete_dtensor_ops
-from autoshard.runtime.process_groups import spec_of, whole_group
-from autoshard.runtime.sharding import distributed
+from autoshard.runtime.process_groups import local_device, spec_of, whole_group
+from autoshard.runtime.sharding import arrived, distributed
 from autoshard.watching.agreement import collectively, everyones, in_company
 from cost_model.errors import RankError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, JointGraph
 from passes.ir.torch_dtensor import local_of
 from passes.layout.placements import placements_to_layout
-
-_SPREAD = 0.02
-"""Standard deviation of what stands for values that a rank does not have."""
 
 
 class RaceEntry:
@@ -143,7 +139,8 @@ def _whole(buffer: Tensor, name: str, device: torch.device) -> Tensor:
 
 
 def _filled(tensor: Tensor) -> Tensor:
-    return tensor.normal_(0.0, _SPREAD) if tensor.is_floating_point() else tensor.zero_()
+    # Small, as parameters are: it stands for values that this rank does not have.
+    return tensor.normal_(0.0, 0.02) if tensor.is_floating_point() else tensor.zero_()
 
 
 def update_like(model: nn.Module, copies: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -164,13 +161,13 @@ def _options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 WARM_STEPS = 2
 _MOST_STEPS, _SECONDS = 25, 1.5
-"""Of a plan that are timed, and how long they may take: short steps run more often."""
+"""The most steps of a plan that are timed, and how long they may take: short steps run more often."""
 
 _log = logging.getLogger("autoshard")
 
 
 def steps_within(seconds: float, least: int) -> int:
-    """How many steps of so many seconds are timed, `least` at least."""
+    """The number of steps of so many seconds that are timed, `least` at least."""
     return max(least, min(_MOST_STEPS, int(_SECONDS / max(seconds, 1e-9))))
 
 
@@ -239,7 +236,7 @@ class Track:
 
 
 def _free_bytes(mesh: DeviceMesh) -> int:
-    """Of this rank's device; of the host's memory its share, as far as that is known."""
+    """Free bytes of this rank's device, or its share of the host's memory, as far as that is known."""
     if mesh.device_type == "cuda":
         return torch.cuda.mem_get_info(local_device(mesh))[0]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
+from autoshard.plan.plan import Plan
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph
+from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.layout import Layout
+from passes.lower.partition import RankGraph
 from passes.rules.windowed.windowed import spread
-from passes.simulate.conditioning import widened
+from passes.simulate.reference import widened
 
 CANCELLED = 1e-3
 """A value below this share of what it is computed from or belongs with is rounding left by a
@@ -19,7 +24,7 @@ cancellation (the gradient of an attention key's bias is 0 in exact arithmetic):
 relative to that share."""
 
 Held = tuple[Sequence[torch.Tensor | None], Layout]
-"""Of a result the part of every rank, and its layout."""
+"""Every rank's part of a result, and its layout."""
 
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:
@@ -57,7 +62,7 @@ def piece_error(
 def _summed(
     pieces: Sequence[torch.Tensor | None], expected: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all summands of a halo add up to along its dims, and what they should."""
+    """The sum of all summands of a halo along its dims, and the sum that they should have."""
 
     dims = range(expected.ndim)
     along = [d for d in dims if layout.halos[d] is not None]
@@ -109,7 +114,7 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
 
 
 def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
-    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
+    """The part of a global `value` that `rank` holds: its shard; of a pending sum, index 0 of the axis holds all."""
     part = shard_of(value, layout, mesh, rank)
     here = mesh.coordinate(rank)
     if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
@@ -136,3 +141,80 @@ def result_errors(
                 for rank in range(mesh.device_count)
             )
     return errors
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first node whose sharded value differs. error: largest |difference| / largest |value|."""
+
+    node: str
+    op: str
+    error: float
+    module: str
+    source: str
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.module, self.source) if part)
+        return f"{self.node} = {self.op} ({where or 'unknown source'}): relative error {self.error:.3g}"
+
+
+class Watcher:
+    """Collects every rank's value of every global node and notes where they differ."""
+
+    def __init__(
+        self, joint: JointGraph, plan: Plan, expected: Mapping[str, torch.Tensor], least: Mapping[str, float]
+    ) -> None:
+        self._plan = plan
+        self._least = least
+        self._expected = expected
+        self._order = [node for node in joint.graph.nodes if node.op == "call_function"]
+        self._globals: list[dict[str, list[str]]] = []
+        self._pieces: dict[str, dict[int, torch.Tensor]] = {}
+        self._errors: dict[str, float] = {}
+        self._operands = {node.name: [o.name for o in tensor_operands(node)] for node in self._order}
+        self._layouts = {node.name: _layout(plan, node) for node in self._order if _is_single(node)}
+
+    def attach(self, graphs: Sequence[RankGraph]) -> None:
+        for graph in graphs:
+            names: dict[str, list[str]] = {}
+            for global_name, local_name in graph.values.items():
+                if global_name in self._layouts:
+                    names.setdefault(local_name, []).append(global_name)
+            self._globals.append(names)
+
+    def __call__(self, rank: int, node: fx.Node, value: Any) -> None:
+        for name in self._globals[rank].get(node.name, ()):
+            pieces = self._pieces.setdefault(name, {})
+            pieces[rank] = value
+            if len(pieces) == len(self._globals):
+                self._finish(name, self._pieces.pop(name))
+
+    def _finish(self, name: str, pieces: Mapping[int, torch.Tensor]) -> None:
+        expected = self._expected.get(name)
+        if expected is None:
+            return
+        ordered = [pieces[rank] for rank in range(len(pieces))]
+        mesh, layout = self._plan.mesh, self._layouts[name]
+        cancelled = CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
+        floor = max(cancelled, self._least.get(name, 0.0))
+        ranks = range(len(ordered))
+        self._errors[name] = max(piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
+
+    def first(self, limit: float) -> Divergence | None:
+        for node in self._order:
+            error = self._errors.get(node.name, 0.0)
+            if error > limit:
+                meta = node.meta
+                return Divergence(
+                    node.name, str(node.target), error, meta.get("module", ""), meta.get("source", "")
+                )
+        return None
+
+
+def _is_single(node: fx.Node) -> bool:
+    return not isinstance(node.meta["val"], (tuple, list))
+
+
+def _layout(plan: Plan, node: fx.Node) -> Layout:
+    producer, index = result_index(node)
+    return plan.assignment[producer.name].results[index]

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan_ends import result_layouts
+from autoshard.verification.part_errors import Held, held_value, result_errors
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import GraphOutput, JointGraph
+from passes.ir.joint import JointGraph
+from passes.layout.layout import Layout
 from passes.lower.missing_tangents import missing_tangents
-from passes.lower.phases import Backward
-from passes.lower.piecewise import split_pieces
+from passes.lower.one_piece import pieces_of
+from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.simulate.lockstep import simulate, simulated_groups
-from passes.simulate.lockstep_pieces import simulate_pieces
-
-Values = list[torch.Tensor | None]
+from passes.simulate.lockstep import simulated_groups
+from passes.simulate.lockstep_pieces import StageInLockstep, simulate_pieces, simulate_stages
+from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
+from passes.stages.stage_graphs import stage_graphs
 
 
 def simulated_results(
-    joint: JointGraph, plan: Plan, shards: Sequence[Sequence[torch.Tensor]]
-) -> Sequence[Values]:
-    """Per rank the flat results of `joint`, the graph that `plan` is of, from its shards of the placeholders."""
-    pieces = rank_programs(joint, plan)
-    if joint.pieces == 1:
-        return simulated_step(joint, pieces[0], shards, plan.mesh)
+    joint: JointGraph, plan: Plan, shards: Sequence[Sequence[Tensor]]
+) -> list[list[Tensor | None]]:
+    """Per rank the flat results of `joint`, the graph that `plan` is of, from its shards of the placeholders.
+
+    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
+    """
     names = [node.name for node in joint.placeholders]
-    return simulate_pieces([[split_pieces(p) for p in ranks] for ranks in pieces], names, shards, plan.mesh)
+    return simulate_pieces(_split(joint, plan), names, shards, plan.mesh)
+
+
+def _split(joint: JointGraph, plan: Plan) -> list[list[RankPieces]]:
+    return [[pieces_of(program, joint.pieces) for program in ranks] for ranks in rank_programs(joint, plan)]
 
 
 def rank_programs(joint: JointGraph, plan: Plan) -> list[list[RankProgram]]:
@@ -46,53 +56,90 @@ def usual_tangents(joint: JointGraph, values: Sequence[torch.Tensor]) -> list[to
     return [torch.zeros_like(value) if node in missing else value for node, value in pairs]
 
 
-def simulated_step(
+def stage_errors(
     joint: JointGraph,
-    programs: Sequence[RankProgram],
-    shards: Sequence[Sequence[torch.Tensor]],
-    mesh: MeshSpec,
-) -> list[Values]:
-    """Per rank the flat results of `joint`, from that rank's `shards` of its placeholders.
-
-    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
-    """
-    phases = [program.phases for program in programs]
-    is_tangent = [spec.kind == "tangent" for spec in joint.inputs]
-    leaves = [[v for v, t in zip(values, is_tangent, strict=True) if not t] for values in shards]
-    forwards = simulate([p.forward for p in phases], leaves, mesh)
-    found = [_by_spec(p.outputs, flat) for p, flat in zip(phases, forwards, strict=True)]
-    if any(p.backward is not None for p in phases):
-        ordered = [program.backward() for program in programs]
-        inputs = [
-            _backward_inputs(joint, backward, mine, flat, values)
-            for backward, mine, flat, values in zip(ordered, leaves, forwards, shards, strict=True)
-        ]
-        backwards = simulate([backward.module for backward in ordered], inputs, mesh)
-        for backward, results, flat in zip(ordered, found, backwards, strict=True):
-            results.update(_by_spec(backward.gradients, flat))
-    return [[results.get((spec.kind, spec.index)) for spec in joint.outputs] for results in found]
-
-
-def _backward_inputs(
-    joint: JointGraph,
-    backward: Backward,
-    leaves: Sequence[torch.Tensor],
-    forward: Sequence[torch.Tensor | None],
-    shards: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    tangents = {
-        spec.index: value for spec, value in zip(joint.inputs, shards, strict=True) if spec.kind == "tangent"
-    }
-    saved = [forward[i] for i in backward.saved]
-    return [
-        *(leaves[i] for i in backward.passed),
-        *(value for value in saved if value is not None),
-        *(tangents[spec.index] for spec in backward.tangents),
+    plan: PipelinePlan,
+    values: Sequence[Tensor],
+    wanted: Sequence[Tensor | None],
+    least: Sequence[float],
+) -> dict[str, float]:
+    """Relative error by result. joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole.
+    wanted: its results. least: per result, the least scale that an error is relative to."""
+    mesh = plan.mesh.resized(plan.axis, 1)
+    known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
+    graphs = stage_graphs(joint, plan.cut)
+    stages = [
+        _in_lockstep(graph, stage, known, mesh) for graph, stage in zip(graphs, plan.stages, strict=True)
     ]
+    found = simulate_stages(stages, mesh)
+    layouts = [_layouts(graph, stage) for graph, stage in zip(graphs, plan.stages, strict=True)]
+    results: list[Held | None] = []
+    for spec in joint.outputs:
+        leaf = spec.kind, spec.name
+        at = [i for i, ranks in enumerate(found) if leaf in ranks[0]]
+        # Of a parameter in several stages each has a part of the gradient.
+        parts = [
+            sum((found[i][rank][leaf] for i in at[1:]), found[at[0]][rank][leaf])
+            for rank in range(mesh.device_count if at else 0)
+        ]
+        results.append((parts, layouts[at[0]][leaf]) if at else None)
+    return result_errors(joint, results, wanted, least, mesh)
 
 
-def _by_spec(
-    specs: Sequence[GraphOutput], flat: Sequence[torch.Tensor | None]
-) -> dict[tuple[str, int], torch.Tensor | None]:
-    """Results by (kind, index); what follows them in `flat` is saved for the backward."""
-    return {(spec.kind, spec.index): value for spec, value in zip(specs, flat, strict=False)}
+def _in_lockstep(
+    graph: StageGraph, stage: Plan, values: Mapping[Leaf, Tensor], mesh: MeshSpec
+) -> StageInLockstep:
+    ends = StageEnds.of(graph)
+    given = {name: values[leaf] for leaf, name in ends.leaves.items()}
+    given |= {name: values["tangent", f"tangent {index}"] for index, name in ends.tangents.items()}
+    known = [
+        {
+            name: held_value(value, stage.assignment[name].results[0], mesh, rank)
+            for name, value in given.items()
+        }
+        for rank in range(mesh.device_count)
+    ]
+    return StageInLockstep(graph, _split(graph.joint, stage), known)
+
+
+def _layouts(graph: StageGraph, stage: Plan) -> dict[Leaf, Layout]:
+    """Layouts of the results that are not passed on."""
+    named = StageEnds.of(graph).results
+    layouts = enumerate(result_layouts(graph.joint.results, stage.assignment))
+    return {named[place]: layout for place, layout in layouts if layout is not None and place in named}
+
+
+@contextmanager
+def full_float32() -> Generator[None]:
+    """Products and convolutions in float32 keep all its digits inside. Also a decorator.
+
+    cuDNN's convolutions are allowed TensorFloat-32 unless told otherwise, ten bits: then a program that is right
+    differs from the model by 3e-4, as one that is wrong might. [torch's notes on CUDA, TensorFloat-32]
+    """
+    cudnn: Any = torch.backends.cudnn  # torch names neither to type checkers
+    backends: tuple[Any, ...] = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
+    with _old_flag_off(cudnn):
+        try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+
+
+@contextmanager
+def _old_flag_off(cudnn: Any) -> Generator[None]:
+    """A model that reads the flag from before there were precisions, as `torch.backends.cudnn.flags()` does, gets an
+    error where it says another thing than these."""
+    try:
+        before = cudnn.allow_tf32
+    except RuntimeError:  # it does so outside, too
+        yield
+        return
+    cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before

@@ -11,17 +11,20 @@ import torch
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.calls.global_call import as_call
+from autoshard.global_call import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.runtime.module import original_forward
-from autoshard.verification.divergence import Divergence, Watcher
-from autoshard.verification.full_float32 import full_float32
-from autoshard.verification.part_errors import held_value, result_errors
-from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
-from autoshard.verification.verify_stages import stage_errors
+from autoshard.verification.part_errors import Divergence, Watcher, held_value, result_errors
+from autoshard.verification.simulated_step import (
+    full_float32,
+    rank_programs,
+    simulated_results,
+    stage_errors,
+    usual_tangents,
+)
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
@@ -34,9 +37,8 @@ from passes.ir.op_traits import draws, is_cast
 from passes.ir.rewrite import duplicate_joint
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
-from passes.simulate.conditioning import measured_rounding
 from passes.simulate.lockstep import simulate
-from passes.simulate.reference import eager_results, graph_values, reference_inputs
+from passes.simulate.reference import eager_results, graph_values, measured_rounding, reference_inputs
 from passes.states.compute_again import compute_again
 
 __all__ = ["Divergence", "VerifyReport", "verify"]
@@ -45,8 +47,6 @@ _TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2,
     torch.float8_e4m3fn: 0.2, torch.float8_e4m3fnuz: 0.2, torch.float8_e5m2: 0.4, torch.float8_e5m2fnuz: 0.4,
 }  # fmt: skip
-_NODE_SLACK = 10.0
-"""An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
 _ROUNDINGS = 16.0
 """An error within so many times of what other roundings of the unsharded graph change is none: ranks add in another
 order, and more often."""
@@ -157,7 +157,8 @@ def verify(
     watcher.attach(graphs)
     with runnable(plan):
         simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
-    return VerifyReport(False, worst, errors, watcher.first(limit * _NODE_SLACK))
+    # An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance.
+    return VerifyReport(False, worst, errors, watcher.first(limit * 10.0))
 
 
 def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:

@@ -23,8 +23,6 @@ from autoshard.watching.watch import Watch, watch_of
 from cost_model.errors import AutoshardError, PlanError, RankError
 
 T = TypeVar("T")
-_LONGEST_PAUSE_SECONDS = 0.02
-_NOTICE_SECONDS = 30.0
 
 _log = logging.getLogger("autoshard")
 
@@ -191,7 +189,7 @@ class _Exchange:
 
     def _wait(self, name: str) -> None:
         board, pause, begun = self._watch.board, 0.0005, time.monotonic()
-        notice = begun + _NOTICE_SECONDS
+        notice = begun + 30.0  # seconds of silence that people bear
         while not board.complete(name):
             self._watch.check()
             now = time.monotonic()
@@ -209,7 +207,7 @@ class _Exchange:
                 )
                 notice = now + 2 * (now - begun)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, 0.02)
 
 
 @contextmanager

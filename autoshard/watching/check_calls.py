@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.watching.agreement import everyones
-from autoshard.watching.sums import Figure, as_sums, difference, sums_of, tolerance_of, weights_of
+from autoshard.watching.sums import Figure, as_sums, difference
 from autoshard.watching.watch import Watch
 from cost_model.errors import RankError
 from cost_model.mesh import MeshSpec
-from passes.capture.call import flatten_call, tensor_names
+from passes.capture.call import TensorKey, flatten_call, tensor_names
 from passes.ir.joint import JointGraph
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
@@ -27,7 +27,7 @@ from passes.plan.describe import graph_hash
 def kind_of(model: nn.Module, joint: JointGraph) -> str:
     """The same on all ranks for the same program: global shapes for people, and the hash of all that it computes."""
     pairs = zip(joint.inputs, joint.placeholders, strict=True)
-    shapes = [_shown(node.meta["val"]) for spec, node in pairs if spec.kind == "input"]
+    shapes = [str(TensorKey.of(node.meta["val"])) for spec, node in pairs if spec.kind == "input"]
     mode = "training" if model.training else "eval"
     mode += ", gradients" if any(spec.kind == "tangent" for spec in joint.inputs) else ", no gradients"
     return f"{type(model).__name__}({', '.join(shapes)}), {mode}, program {graph_hash(joint)[:8]}"
@@ -35,57 +35,98 @@ def kind_of(model: nn.Module, joint: JointGraph) -> str:
 
 def local_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """This rank's tensors, for people."""
-    tensors, key = flatten_call(args, kwargs)
-    names = tensor_names(key)
-    return ", ".join(f"{name} {_shown(tensor)}" for name, tensor in zip(names, tensors, strict=True))
+    _, key = flatten_call(args, kwargs)
+    return ", ".join(f"{name} {one}" for name, one in zip(tensor_names(key), key.tensors, strict=True))
 
 
 def tensor_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of this rank's tensors."""
+    """Shapes of this rank's tensors."""
     tensors, _ = flatten_call(args, kwargs)
     return [tuple(t.to_local().shape) if isinstance(t, DTensor) else tuple(t.shape) for t in tensors]
 
 
 def turns_of(watch: Watch | None, kind: str) -> Callable[[str], AbstractContextManager[Any]]:
-    """Of "forward" or "backward": the turn in which all ranks run it."""
+    """ "forward" or "backward" -> the turn in which all ranks run it."""
     if watch is None:
         return lambda phase: nullcontext()
     keys = {phase: f"{phase} of {kind}" for phase in ("forward", "backward")}
     return lambda phase: watch.turn(keys[phase])
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+SLOPES = (0.6180339887498949, 0.4142135623730951, 0.7320508075688772, 0.2360679774997897)
+"""Slopes of the weights. One sum of another batch may be within the tolerance by chance, once in a hundred; not all."""
 
 
-SAMPLED = 64
-"""Values of a tensor at most, others in each comparison."""
-LEAST_TOLERANCE = 1e-5
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far apart rounding may be, as a part of the absolute sum, in which it cancels; integers are exact. Two
+    batches of random values are about 1 / sqrt(values sampled) apart."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 1e-12
+    return 2e-4 if dtype in (torch.float16, torch.bfloat16) else 1e-5
+
+
+class Sampler:
+    """Sums of up to `most` values of each of some tensors. Rows and weights stay while the tensors' sizes do."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lengths = most, ()
+        self._weights = self._rows = torch.empty(0)
+
+    @torch.no_grad()
+    def sums(self, tensors: Sequence[Tensor], number: int) -> Tensor:
+        """[tensor, 5] on the tensors' device, without waiting for it: weighted sums of sampled values, and their
+        absolute sum. number: of this comparison, in which other values are sampled than in the last."""
+        samples = [_sample(tensor.detach(), number, self._most) for tensor in tensors]
+        device = next((one.device for one in samples if one.device.type != "cpu"), torch.device("cpu"))
+        sums = torch.zeros(len(samples), len(SLOPES) + 1, dtype=torch.float64, device=device)
+        if not samples:
+            return sums
+        self._prepare(tuple(map(len, samples)), device)
+        values = torch.cat([one.to(device, non_blocking=True) for one in samples]).double()
+        values = values.nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+        columns = torch.cat([values * self._weights, values.abs()[None]])
+        return sums.index_add_(0, self._rows, columns.T)
+
+    def _prepare(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Weights between 0.5 and 1.5, [slope, value]: of a tensor's n-th value the same on every rank."""
+        if lengths != self._lengths or self._rows.device != device:
+            self._lengths = lengths
+            self._rows = torch.repeat_interleave(torch.tensor(lengths)).to(device)
+            places = torch.cat([torch.arange(1.0, length + 1, dtype=torch.float64) for length in lengths])
+            slopes = torch.tensor(SLOPES, dtype=torch.float64)
+            self._weights = (torch.frac(places * slopes[:, None]) + 0.5).to(device)
+
+
+def _sample(tensor: Tensor, number: int, most: int) -> Tensor:
+    """Values at equal distances; where the first is looks random, so that in time each value is among them."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    numel = tensor.numel()
+    step = max(1, -(-numel // most))
+    while math.gcd(step, numel) > 1:  # else all samples of a matrix might be of a few columns
+        step += 1
+    count = numel // step
+    # Numbers are multiples of a power of two, which the upper bits of the product do not show.
+    start = (number * 0x9E3779B97F4A7C15 % 2**64 >> 20) % (numel - step * (count - 1))
+    if tensor.is_contiguous():
+        values = tensor.view(-1)[start::step][:count]
+    else:
+        places = torch.arange(start, start + step * count, step, device=tensor.device)
+        values = torch.take(tensor, places)
+    return values if values.is_floating_point() and values.element_size() > 1 else values.double()
 
 
 class Replicas:
-    """Of one model: its parameters, and `buffers` by path, which every rank has whole."""
+    """Replicas in one model: its parameters, and `buffers` by path, which every rank has whole."""
 
     def __init__(self, model: nn.Module, buffers: Sequence[str]) -> None:
         self._model, self._buffers = model, buffers
-        self._lengths: tuple[int, ...] = ()
-        self._weights = self._rows = torch.empty(0)
+        self._sampler = Sampler(64)
 
     def sampled(self, number: int) -> tuple[tuple[Figure, ...], Tensor]:
-        """Of each its figure and [tensor, 5] sums on their device, as of `sums_of`. number: of this comparison."""
-        figures: list[Figure] = []
-        samples: list[Tensor] = []
-        for figure, tensor in self._held():
-            figures.append(figure)
-            samples.append(_sample(tensor, number))
-        if not samples:
-            return (), sums_of([])
-        values = torch.cat(samples).double().nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
-        self._prepare(tuple(map(len, samples)), values.device)
-        columns = torch.cat([values * self._weights, values.abs()[None]])
-        sums = torch.zeros(len(figures), len(columns), dtype=torch.float64, device=values.device)
-        return tuple(figures), sums.index_add_(0, self._rows, columns.T)
+        """The figure of each, and their [tensor, 5] sums by `Sampler`."""
+        held = list(self._held())
+        return tuple(figure for figure, _ in held), self._sampler.sums([one for _, one in held], number)
 
     def _held(self) -> Iterator[tuple[Figure, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -99,16 +140,9 @@ class Replicas:
             if _is_compared(tensor):
                 yield ("buffer", name, "", _tolerance(tensor)), tensor
 
-    def _prepare(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Weights and rows of all samples, which stay while the model's tensors do."""
-        if lengths != self._lengths or self._rows.device != device:
-            self._lengths = lengths
-            self._rows = torch.repeat_interleave(torch.tensor(lengths)).to(device)
-            self._weights = weights_of(torch.arange(sum(lengths), device=device))
-
 
 def _part(parameter: DTensor) -> str | None:
-    """What this rank has of it, "" for all; None if no other rank has the same."""
+    """The part of it that this rank has, "" for all; None if no other rank has the same."""
     mesh, placements = parameter.device_mesh, parameter.placements
     here = mesh.get_coordinate()
     axes = range(len(placements))
@@ -118,63 +152,42 @@ def _part(parameter: DTensor) -> str | None:
 
 
 def _is_compared(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return plain and tensor.dtype in _DTYPES and tensor.numel() > 0 and not tensor.is_meta
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    wide = tensor.is_floating_point() and tensor.element_size() > 1
+    return plain and wide and tensor.numel() > 0
 
 
 def _tolerance(tensor: Tensor) -> float:
     """A few roundings apart replicas may be, where each rank computes its own."""
-    return max(LEAST_TOLERANCE, 4 * torch.finfo(tensor.dtype).eps)
-
-
-def _sample(tensor: Tensor, number: int) -> Tensor:
-    """Values at equal distances; where the first is looks random, so that in time each value is among them."""
-    numel = tensor.numel()
-    step = -(-numel // SAMPLED)
-    count = numel // step
-    # Numbers are multiples of a power of two, which the upper bits of the product do not show.
-    start = (number * 0x9E3779B97F4A7C15 % 2**64 >> 20) % (numel - step * (count - 1))
-    return tensor.detach().flatten()[start::step][:count]
-
-
-OFTEN = 3
-
-
-@dataclass(frozen=True)
-class CheckedInput:
-    """index: of the tensor in a call. part: what of the global tensor this rank has, "" for all."""
-
-    index: int
-    name: str
-    part: str
-    tolerance: float
+    return max(1e-5, 4 * torch.finfo(tensor.dtype).eps)
 
 
 def checked_inputs(
     joint: JointGraph, layouts: Mapping[int, Layout], mesh: MeshSpec, rank: int
-) -> tuple[CheckedInput, ...]:
-    """Those that some other rank must have alike; not addends of a sum, of which each rank has its own."""
-    found: list[CheckedInput] = []
+) -> dict[int, Figure]:
+    """By index in a call, those that some other rank must have alike; not addends of a sum, of which each rank has its
+    own."""
+    found: dict[int, Figure] = {}
     for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
         layout = layouts.get(spec.index)
         if spec.kind != "input" or (layout is not None and layout.partial):
             continue
         dims = () if layout is None else layout.dims
         parts = [f"{mesh.linear_index(rank, axes)} of dim {d}" for d, axes in enumerate(dims) if axes]
-        tolerance = tolerance_of(node.meta["val"].dtype)
-        found.append(CheckedInput(spec.index, spec.name, ", ".join(parts), tolerance))
-    return tuple(found)
+        found[spec.index] = ("input", spec.name, ", ".join(parts), tolerance_of(node.meta["val"].dtype))
+    return found
 
 
 class CheckCalls:
-    """Of one kind of call: before its first run the ranks compare their inputs. Behind the step, at its next two calls
-    and then at the pace of the watch, they compare inputs, replicas of the model's tensors and updates."""
+    """Checks one kind of call: before its first run the ranks compare their inputs. Behind the step, at its next two
+    calls and then at the pace of the watch, they compare inputs, replicas of the model's tensors and updates."""
 
     def __init__(
-        self, mesh: DeviceMesh, watch: Watch | None, inputs: Sequence[CheckedInput], replicas: Replicas
+        self, mesh: DeviceMesh, watch: Watch | None, inputs: Mapping[int, Figure], replicas: Replicas
     ) -> None:
-        self._mesh, self._watch, self._inputs, self._replicas = mesh, watch, inputs, replicas
-        self._figures: tuple[Figure, ...] = tuple(("input", i.name, i.part, i.tolerance) for i in inputs)
+        self._mesh, self._watch, self._inputs, self._replicas = mesh, watch, tuple(inputs), replicas
+        self._figures = tuple(inputs.values())
+        self._sampler = Sampler(4096)
         self._calls = 0
 
     @torch.no_grad()
@@ -185,11 +198,12 @@ class CheckCalls:
             return
         self._calls += 1
         due = watch.sums.pace.due()
-        if self._calls > OFTEN and not due:
+        if self._calls > 3 and not due:
             return
-        values = sums_of([local_of(tensors[i.index]) for i in self._inputs])
+        number = watch.sums.pace.calls
+        values = self._sampler.sums([local_of(tensors[index]) for index in self._inputs], number)
         if self._calls > 1:
-            figures, replicas = self._replicas.sampled(watch.sums.pace.calls)
+            figures, replicas = self._replicas.sampled(number)
             together = torch.cat([values.to(replicas.device, non_blocking=True), replicas])
             watch.sums.note(watch.turns.count, self._figures + figures, together, watch.updates.told())
         elif self._inputs:

@@ -115,7 +115,7 @@ def _address(ask: Any, descriptor: int) -> Address:
 
 
 def this_host() -> str:
-    """What is the same for two processes that can see each other's ids, and for no others."""
+    """The same text for two processes that can see each other's ids, and for no others."""
     parts = [socket.gethostname(), machine_id()]
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -166,10 +166,6 @@ class Processes:
         self._open.clear()
 
 
-LOOK_SECONDS = 5.0
-SILENT_SECONDS = 20.0
-
-
 @dataclass(frozen=True)
 class Member:
     """The process of a rank. ends: its own ends of gloo's connections, when it came."""
@@ -180,7 +176,9 @@ class Member:
 
 
 class Crew:
-    """What this rank knows of the others' processes. told: what gloo has told of its addresses."""
+    """The processes of the other ranks, as far as this one knows. told: what gloo has told of its addresses."""
+
+    LOOK_SECONDS, SILENT_SECONDS = 5.0, 20.0
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -188,7 +186,7 @@ class Crew:
         self._me = Member(this_host(), os.getpid())
         self._members: dict[int, Member] = {}
         self._processes = Processes()
-        self._looked_at = -LOOK_SECONDS
+        self._looked_at = -self.LOOK_SECONDS
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when that was new
 
     @property
@@ -208,7 +206,7 @@ class Crew:
 
     def look(self, now: bool = False) -> None:
         """Learn about members that are new or have made process groups, now and then or `now`."""
-        if not now and self.complete and time.monotonic() - self._looked_at < LOOK_SECONDS:
+        if not now and self.complete and time.monotonic() - self._looked_at < self.LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
         self.told = self._board.told_by_gloo()
@@ -256,8 +254,8 @@ class Crew:
             member = self._members.get(rank)
             if member is None or state.ended or member.host == self._me.host:
                 continue
-            if now - heard[member.host] > SILENT_SECONDS:
-                return _died(state, f"nothing was heard of its host for {SILENT_SECONDS:.0f} s")
+            if now - heard[member.host] > self.SILENT_SECONDS:
+                return _died(state, f"nothing was heard of its host for {self.SILENT_SECONDS:.0f} s")
         return None
 
     def lost_store(self, error: RuntimeError) -> str:

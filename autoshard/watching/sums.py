@@ -20,7 +20,7 @@ from autoshard.watching.telling import Board
 from passes.ir.torch_dtensor import local_of
 
 Numbers = dict[str, float]
-"""Of an optimizer: its learning rates and what else of its groups is a number."""
+"""An optimizer's learning rates, and what else of its groups is a number."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,9 @@ def _numbers_of(optimizer: Optimizer) -> Numbers:
     return found
 
 
-SAMPLED = 4096
-OFTEN = 32
-PAUSE_SECONDS = 5.0
-KEPT = 64
-SLOPES = (0.6180339887498949, 0.4142135623730951, 0.7320508075688772, 0.2360679774997897)
-"""Of the weights. One sum of another batch may be within the tolerance by chance, once in a hundred; all are not."""
-TOLERANCE = {torch.float16: 2e-4, torch.bfloat16: 2e-4}
-"""How far apart rounding may be, as a part of the absolute sum, in which it cancels; 1e-5 for other floats, exact for
-integers. Two batches of random values are about 1 / sqrt(SAMPLED) apart."""
-
 Kind = Literal["input", "parameter", "buffer"]
 Figure = tuple[Kind, str, str, float]
-"""Of a tensor: what it is, its name, which part of the global tensor it is ("" for all of it), and the tolerance."""
+"""What a tensor is, its name, which part of the global tensor it is ("" for all of it), and the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -140,58 +130,29 @@ class Pace:
     Each rank chooses by its own clock, and what all have chosen is compared.
     """
 
+    OFTEN, PAUSE_SECONDS = 32, 5.0
+
     def __init__(self) -> None:
         self.calls = 0
-        self._every = OFTEN
+        self._every = self.OFTEN
         self._last = 0, time.monotonic()
 
     def due(self) -> bool:
-        """Of the next call."""
+        """Whether the next call is compared."""
         self.calls += 1
         (number, then), now = self._last, time.monotonic()
-        if self.calls < OFTEN:
+        if self.calls < self.OFTEN:
             return self.calls & (self.calls - 1) == 0
-        if now - then > PAUSE_SECONDS:
-            self._every = OFTEN
+        if now - then > self.PAUSE_SECONDS:
+            self._every = self.OFTEN
         if self.calls % self._every:
             return False
         seconds = (now - then) / (self.calls - number)
-        self._every = OFTEN
-        while 2 * self._every * seconds <= PAUSE_SECONDS and self._every < 2**16:
+        self._every = self.OFTEN
+        while 2 * self._every * seconds <= self.PAUSE_SECONDS and self._every < 2**16:
             self._every *= 2
         self._last = self.calls, now
         return True
-
-
-def sums_of(tensors: Sequence[Tensor]) -> Tensor:
-    """[tensor, 5] on the tensors' device, without waiting for it: weighted sums of sampled values, and the absolute."""
-    rows = [_sums(tensor.detach()) for tensor in tensors]
-    device = next((row.device for row in rows if row.device.type != "cpu"), torch.device("cpu"))
-    none = torch.empty(0, len(SLOPES) + 1, dtype=torch.float64, device=device)
-    return torch.cat([none, *(row.to(device, non_blocking=True)[None] for row in rows)])
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    return TOLERANCE.get(dtype, 1e-5) if dtype.is_floating_point or dtype.is_complex else 1e-12
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    count = tensor.numel()
-    if count == 0:
-        return torch.zeros(len(SLOPES) + 1, dtype=torch.float64, device=tensor.device)
-    # The same positions and weights on every rank, spread over the tensor without a period.
-    steps = torch.arange(min(count, SAMPLED), device=tensor.device)
-    positions = steps if count <= SAMPLED else (steps * 2654435761 + 97) % count
-    values = torch.take(tensor, positions).double().nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
-    return torch.cat([(values * weights_of(steps)).sum(1), values.abs().sum()[None]])
-
-
-def weights_of(places: Tensor) -> Tensor:
-    """[slope, place], between 0.5 and 1.5."""
-    # One by one: a tensor of the slopes would be copied to a GPU, for which its host waits.
-    return torch.stack([torch.frac((places.double() + 1.0) * slope) for slope in SLOPES]) + 0.5
 
 
 def difference(ranks: Mapping[int, Sequence[Sum]]) -> str | None:
@@ -242,16 +203,18 @@ class _Noted:
 
 
 class Sums:
-    """What this rank has to compare. The main thread notes it, the watch sends and compares."""
+    """This rank's sums of the last turns. The main thread notes them, the watch sends and compares."""
+
+    KEPT = 64
 
     def __init__(self, board: Board) -> None:
         self.pace = Pace()
         self._board = board
-        self._new: deque[_Noted] = deque(maxlen=KEPT)
+        self._new: deque[_Noted] = deque(maxlen=self.KEPT)
         self._sent: deque[int] = deque()
 
     def note(self, turn: int, figures: Sequence[Figure], values: Tensor, updated: Updated) -> None:
-        """values: `sums_of` the tensors as they are in that turn. On a GPU they are fetched when they are there."""
+        """values: `Sampler.sums` of the tensors as they are in that turn. Fetched from a GPU when they are there."""
         ready = None
         if values.device.type != "cpu":
             ready = torch.Event(values.device.type)
@@ -265,7 +228,7 @@ class Sums:
             new = self._new.popleft()
             self._board.write(f"sums/{new.turn}", (as_sums(new.figures, new.values), new.updated))
             self._sent.append(new.turn)
-        while len(self._sent) > KEPT:
+        while len(self._sent) > self.KEPT:
             self._board.erase(f"sums/{self._sent.popleft()}")
 
     def compare(self) -> str | None:

@@ -53,7 +53,7 @@ class Board:
         self._store.set(self._key(name, self.rank), pickle.dumps(value))
 
     def read(self, name: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Of those of `ranks` that have written."""
+        """The values of those of `ranks` that have written."""
         there = [rank for rank in ranks if self._is_written(self._key(name, rank))]
         texts = self._store.multi_get([self._key(name, rank) for rank in there]) if there else []
         return {rank: pickle.loads(text) for rank, text in zip(there, texts, strict=True)}
@@ -70,7 +70,7 @@ class Board:
         self._store.delete_key(self._key(name, self.rank))
 
     def told_by_gloo(self) -> bytes:
-        """What gloo's ranks have told each other so far: the addresses where they listen are in it.
+        """The bytes that gloo's ranks have told each other so far: the addresses where they listen are in them.
 
         Empty where the store does not list its keys.
         """
@@ -104,12 +104,8 @@ class _Gone:
         raise RuntimeError("the store of the process group is gone")
 
 
-IDLE = 0.5
-_NANOSECONDS = 1e9
-
-
 class Idling:
-    """Of one thread of this process, since it was last asked.
+    """Tells whether one thread of this process was idle since it was last asked.
 
     A thread that waits in a collective sleeps. One on a machine with more to do than it has cores stands in the queue
     for most of the time, and counts as busy: it will come. Where the kernel tells nothing of threads (macOS), the
@@ -124,7 +120,7 @@ class Idling:
         """Whether it neither computed nor stood in the queue for half of the time."""
         asked, wanted = time.monotonic(), self._seconds()
         before, self._asked, self._wanted = (self._asked, self._wanted), asked, wanted
-        return wanted - before[1] < IDLE * (asked - before[0]) and not self._is_queued()
+        return wanted - before[1] < 0.5 * (asked - before[0]) and not self._is_queued()
 
     def _seconds(self) -> float:
         with suppress(OSError, ValueError):
@@ -142,7 +138,7 @@ class Idling:
 def wanted_seconds(schedstat: str) -> float:
     """On a core and in the queue for one: the first two numbers of Linux's /proc/.../schedstat, in nanoseconds."""
     running, queued, *_ = map(int, schedstat.split())
-    return (running + queued) / _NANOSECONDS
+    return (running + queued) / 1e9
 
 
 _THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
@@ -188,7 +184,7 @@ def _frames(thread: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _stacks() -> str:
-    """Of all threads."""
+    """The stacks of all threads, as text."""
     with suppress(OSError), tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -197,12 +193,10 @@ def _stacks() -> str:
 
 
 PERIOD_SECONDS = 0.5
-BEAT_SECONDS = 2.0
-LOOK_SECONDS = 1.0
 
 
 class Telling:
-    """Of the thread that makes it, by another. told: the last state that the others can read."""
+    """Tells the others where the thread is that made it; another runs it. told: the last state that they can read."""
 
     def __init__(self, board: Board, turns: Turns) -> None:
         self._board, self._turns = board, turns
@@ -212,7 +206,7 @@ class Telling:
         self._idling = Idling(threading.get_native_id())
 
     def tell(self) -> None:
-        """What has changed, and now and then that nothing has."""
+        """Tells what has changed, and now and then that nothing has."""
         state = self.state()
         changed = (state.turns[-1:], state.inside, state.waits) != (
             self.told.turns[-1:],
@@ -224,7 +218,8 @@ class Telling:
             self._since = now
             state = replace(state, seconds=0.0)
         stuck = state.inside or state.waits
-        if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else BEAT_SECONDS):
+        # Others judge by two looks of a rank that waits, and by a beat now and then of one that goes on.
+        if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else 2.0):
             self._board.write("state", state)
             self.told, self._told_at = state, now
 
@@ -234,7 +229,7 @@ class Telling:
         idle = self._idling.is_idle()
         inside, seconds = self._turns.inside, time.monotonic() - self._since
         # To look takes half a millisecond, which a loop that goes on is not to pay.
-        looks = idle or seconds >= LOOK_SECONDS
+        looks = idle or seconds >= 1.0
         place, waits = whereabouts(self._main) if looks else ("", "")
         return State(
             self._board.rank,

@@ -30,14 +30,8 @@ from autoshard.watching.watch_state import State, Turns, judge
 from cost_model.errors import RankError
 from passes.ir.torch_compat import abort_process_groups, default_store
 
-CUTTING_SECONDS = 10.0
-GRACE_SECONDS = 5.0
-STUCK_CODE = 70
-EXPLAINED_SECONDS = 5.0
-LINGER_SECONDS = 4.0
 STAY_SECONDS = 60.0
 LEAVING_SECONDS = STAY_SECONDS + 12.0  # an operation of the store gives up after ten
-LOST_ROUNDS = 3
 
 _OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
 
@@ -45,7 +39,7 @@ _log = logging.getLogger("autoshard")
 
 
 class Watch:
-    """Of one rank, over the ranks 0, 1, ... of a mesh; `watch_of` has it. Its thread ends with the process group.
+    """The watch of one rank over the ranks 0, 1, ... of a mesh (`watch_of`). Its thread ends with the process group.
 
     turns: what this rank does in turn with the others. failure: why everything has to stop, None while all is well.
     """
@@ -91,7 +85,7 @@ class Watch:
         self._stop(reason)
 
     def erasable(self, name: str) -> str | None:
-        """Of the exchanges, the one before the last: whoever is in `name` has read the last, so nobody needs it."""
+        """The exchange before the last, which nobody needs: whoever is in `name` has read the last."""
         self._exchanges.append(name)
         return self._exchanges.popleft() if len(self._exchanges) > 2 else None
 
@@ -114,7 +108,7 @@ class Watch:
             word in str(error) for word in _OF_COMMUNICATION
         ):
             return
-        deadline = time.monotonic() + EXPLAINED_SECONDS
+        deadline = time.monotonic() + 5.0  # the watches of all ranks look twice a second
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.failure is not None:
@@ -142,7 +136,7 @@ class Watch:
             self._stop(self.board.condemn(verdict) or verdict)
 
     def _fault(self) -> str | None:
-        """What this rank finds wrong: a process that died, and, if no lower rank is there to look, all else."""
+        """The first thing that is wrong: a process that died, and, if no lower rank is there to look, all else."""
         self._crew.look()
         if not self._crew.complete:
             absent = self._crew.lost_before()
@@ -173,7 +167,7 @@ class Watch:
         with suppress(RuntimeError):
             self.board.write("stopped", reason)
         self.stoppable.stop()
-        self._cut_until = time.monotonic() + CUTTING_SECONDS
+        self._cut_until = time.monotonic() + 10.0  # connections come up while others go
         if self._device_type != "cpu":
             abort_process_groups()
         self._cut()
@@ -194,7 +188,7 @@ class Watch:
         while not self._over.wait(PERIOD_SECONDS):
             state = self._telling.state()
             needing = needing + 1 if state.inside or state.waits else 0
-            if self.failure is None and needing < LOST_ROUNDS:
+            if self.failure is None and needing < 3:  # it may end by itself, as the others do
                 continue
             self._stop(self._crew.lost_store(error))
             self._insist()
@@ -208,13 +202,13 @@ class Watch:
             self._cut()
         state = self._telling.state()
         if not (state.inside or state.waits):
-            self._cut_until = max(self._cut_until, time.monotonic() + GRACE_SECONDS)
+            self._cut_until = max(self._cut_until, time.monotonic() + 5.0)  # it may wait again
         elif left < 0.0:
             _log.critical(
                 "rank %d is stuck in a collective, and its process is ended: %s", self.rank, self.failure
             )
             faulthandler.dump_traceback()
-            os._exit(STUCK_CODE)
+            os._exit(os.EX_SOFTWARE)
 
     def _leave(self) -> None:
         """Say that this rank is gone: with the process group, or at the end of the process."""
@@ -243,7 +237,8 @@ class Watch:
 
     def _linger(self) -> None:
         """The store may go with this process: first let the others read why they stop, or end the turns of all."""
-        deadline = time.monotonic() + (STAY_SECONDS if self.failure is None else LINGER_SECONDS)
+        # Reading why they stop takes the others a round or two; ending their turns may take them a while.
+        deadline = time.monotonic() + (STAY_SECONDS if self.failure is None else 4.0)
         self._crew.look(now=True)
         while self._needing() and time.monotonic() < deadline:
             time.sleep(0.05)

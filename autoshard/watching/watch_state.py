@@ -1,4 +1,4 @@
-"""What a rank tells the others about itself, and the judgement over what all tell."""
+"""A rank's account of itself, and the judgement over those of all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import lt
-
-KEPT = 32
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Turns:
         self.count = 0
         self.inside = False
         self._history = 0
-        self._last: deque[Turn] = deque(maxlen=KEPT)
+        self._last: deque[Turn] = deque(maxlen=32)
 
     def begin(self, key: str, detail: str = "") -> Turn:
         self.count += 1
@@ -65,7 +63,6 @@ def first_difference(ours: Sequence[Turn], theirs: Sequence[Turn]) -> int | None
 
 
 STUCK_SECONDS = 8.0
-ENDED_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def _faults(states: Mapping[int, State], before: Mapping[int, State] | None) -> 
     ahead = max(inside, key=lambda s: s.count)
     behind = [s for s in states.values() if s.count < ahead.count and s is not ahead]
     gone = [s for s in behind if s.ended]
-    if gone and ahead.seconds >= ENDED_SECONDS:
+    if gone and ahead.seconds >= 2.0:  # what it tells of its last turn may be on its way
         yield _report(
             f"{_names(gone)} {gone[0].ended} before turn {ahead.count}, in which others wait",
             states,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, Profile
-from autoshard.calls.outputs import output_layouts
+from autoshard.global_call import output_layouts
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
 

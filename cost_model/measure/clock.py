@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,36 +27,40 @@ Work = Callable[[], object]
 _AT_ONCE = 16
 """Calls issued while the device is held. A call has some 15 kernels, and a GPU queues about a thousand before its host
 waits."""
-_MARGIN = 2.0
-_LONGEST = 0.1
-"""Seconds of a hold, at most."""
 
 
-class AheadDevice(Protocol):
-    """A device that works through what it is given while the host goes on."""
-
-    def now(self) -> float:
-        """Seconds on the host."""
-        ...
-
-    def hold(self, seconds: float) -> None:
-        """Give it computing for about `seconds`."""
-        ...
+class Marks:
+    """Points in time of the host, where work is done when its call returns."""
 
     def mark(self) -> Any:
-        """A point in the queue of its work."""
-        ...
+        """Now: after all that was issued before."""
+        return time.perf_counter()
 
-    def between(self, start: Any, end: Any) -> float:
-        """Seconds on the device between two marks that it has passed."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until it has done all."""
-        ...
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks."""
+        return end - start
 
 
-def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
+class CudaMarks(Marks):
+    """Events on the current stream: nothing is waited for until seconds are asked for, so that marks do
+    not slow down what they measure."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+def marks_of(device_type: str) -> Marks:
+    """The marks of "cuda" or "cpu"; any other device is timed as the CPU is."""
+    return CudaMarks() if device_type == "cuda" else Marks()
+
+
+def ahead_seconds(device: CudaDevice, work: Work, calls: int) -> float:
     """Seconds of one call on the device, averaged over `calls`.
 
     How often `work` is called depends on `calls` alone, so that ranks that communicate in it agree. The first call of
@@ -66,18 +70,19 @@ def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
     total = 0.0
     for first in range(0, calls, _AT_ONCE):
         count = min(_AT_ONCE, calls - first)
-        device.hold(min(_LONGEST, _MARGIN * issue * (count + 1)))
+        # Twice what issuing took, as it varies; no longer than a tenth of a second.
+        device.hold(min(0.1, 2.0 * issue * (count + 1)))
         work()
         start = device.mark()
         for _ in range(count):
             work()
         end = device.mark()
         device.finish()
-        total += device.between(start, end)
+        total += device.seconds(start, end)
     return total / calls
 
 
-def _issue_seconds(device: AheadDevice, work: Work) -> float:
+def _issue_seconds(device: CudaDevice, work: Work) -> float:
     """Seconds of the host for one call."""
     device.finish()
     start = device.now()
@@ -87,8 +92,9 @@ def _issue_seconds(device: AheadDevice, work: Work) -> float:
     return seconds
 
 
-class CudaDevice:
-    """The current GPU. Work goes to its current stream."""
+class CudaDevice(CudaMarks):
+    """The current GPU, which works through what it is given while its host goes on. Work goes to its current stream.
+    Tests bring their own."""
 
     def __init__(self) -> None:
         self._x = torch.ones(_EDGE, _EDGE, device="cuda")
@@ -105,26 +111,20 @@ class CudaDevice:
         issue = self.now() - begun
         end = self.mark()
         self.finish()
-        return self.between(start, end) / _PRODUCTS, issue / _PRODUCTS
+        return self.seconds(start, end) / _PRODUCTS, issue / _PRODUCTS
 
     def now(self) -> float:
+        """Seconds on the host."""
         return time.perf_counter()
 
     def hold(self, seconds: float) -> None:
-        """Does nothing where issuing takes longer than computing, as for kernels that do nothing: no number of products
-        would hold the device."""
+        """Give it computing for about `seconds`. Does nothing where issuing takes longer than computing, as for kernels
+        that do nothing: no number of products would hold the device."""
         for _ in range(1 + int(seconds / self._product_seconds) if self._can_hold else 0):
             torch.mm(self._x, self._x)
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) * 1e-3
-
     def finish(self) -> None:
+        """Wait until it has done all."""
         torch.cuda.synchronize()
 
 
@@ -132,64 +132,49 @@ _EDGE, _PRODUCTS = 2048, 8
 """Float32. A product takes an H100 about 0.4 ms, so that few of them hold it."""
 
 
-class Clock(Protocol):
-    """What times work. Tests bring their own."""
+class Clock:
+    """Times work by wall time, where work is done when the call returns. Tests bring their own."""
 
     def now(self) -> float:
         """Seconds since some start, for budgets."""
-        ...
-
-    def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
-        """Seconds of one call, averaged over `calls` in a row. ahead: the time of a device that does not wait for
-        its host, if the device works on its own (`cost_model.measure.clock`)."""
-        ...
-
-
-class CpuClock:
-    """Wall time. Work is done when the call returns."""
-
-    def now(self) -> float:
         return time.perf_counter()
 
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
+        """Seconds of one call, averaged over `calls` in a row. ahead: the time of a device that does not wait for
+        its host, if the device works on its own."""
         start = time.perf_counter()
         for _ in range(calls):
             work()
         return (time.perf_counter() - start) / calls
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Time on the current stream, between two events. Work of other streams counts as far as the current one waits
     for it, as a collective's wait_tensor does."""
 
-    def now(self) -> float:
-        return time.perf_counter()
-
     @cached_property
-    def _device(self) -> AheadDevice:
+    def _device(self) -> CudaDevice:
         return CudaDevice()
 
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
         if ahead:
             return ahead_seconds(self._device, work, calls)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        marks = CudaMarks()
         torch.cuda.synchronize()
-        start.record()
+        start = marks.mark()
         for _ in range(calls):
             work()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) * 1e-3 / calls
+        return marks.seconds(start, marks.mark()) / calls
 
 
 def device_clock(device_type: str) -> Clock:
     """The clock of "cuda" or "cpu". Any other device is timed as the CPU is."""
-    return CudaClock() if device_type == "cuda" else CpuClock()
+    return CudaClock() if device_type == "cuda" else Clock()
 
 
 @dataclass(frozen=True)
-class ProcessorClock(CpuClock):
-    """Of work that waits for nobody. ranks_per_core: that compute at once."""
+class ProcessorClock(Clock):
+    """Processor time, for work that waits for nobody. ranks_per_core: that compute at once."""
 
     ranks_per_core: float
 
@@ -201,7 +186,7 @@ class ProcessorClock(CpuClock):
 
 
 def clocks(device_type: str, peers: Peers, given: Clock | None) -> tuple[Clock, Clock]:
-    """Of all that is timed, and of kernels alone. given: for both; None: those of the device."""
+    """The clock of all that is timed, and that of kernels alone. given: for both; None: those of the device."""
     if given is not None:
         return given, given
     clock = device_clock(device_type)
@@ -209,13 +194,13 @@ def clocks(device_type: str, peers: Peers, given: Clock | None) -> tuple[Clock, 
 
 
 def compute_clock(device_type: str, peers: Peers) -> Clock | None:
-    """Of kernels alone; None where the clock of all else serves: on GPUs, and where ranks have cores enough."""
+    """The clock of kernels; None where the clock of all else serves: on GPUs, and where ranks have cores enough."""
     shared = ranks_per_core(peers) if device_type == "cpu" else None
     return None if shared is None else ProcessorClock(shared)
 
 
 def ranks_per_core(peers: Peers) -> float | None:
-    """Of the cores that this rank may use; None where there is a core for every thread of the ranks that use them."""
+    """Ranks for each core that this one may use; None where there is a core for every thread of those ranks."""
     machine, cores = machine_id(), frozenset(own_cores())
     said = peers.everyones((machine, cores, torch.get_num_threads()))
     near = [one for one in said if one[0] == machine and one[1] & cores]

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_model.curve import SampledCurve
 from cost_model.measure import own_collectives as own
 from cost_model.measure.clock import Clock
 from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Series
-from cost_model.measurements import PLAN_KINDS
+from cost_model.measurements import PLAN_KINDS, SampledCurve
 
 c10d = torch.ops._c10d_functional
 _ITEMSIZE = 4  # float32
@@ -169,12 +168,10 @@ assert set(_WORK) == set(PLAN_KINDS)
 
 PRODUCTS, _EDGE = 10, 128
 """Float32 products and their edge: 42 million operations, about a millisecond of a core."""
-_LEAST_SHARE = 0.1
-"""The least share of the time of both that is the collective's: noise may leave less of a short one."""
 
 
 class Pause:
-    """What a collective is timed behind: `products` products, as it comes in a step behind some computing.
+    """Computing before a collective that is timed: `products` products, as it comes in a step behind some computing.
 
     Ranks that compute between two collectives come to the next one at different times, above all where they share
     cores, and processes that slept must wake. Messages between 2 ranks on 2 cores took 0.2 ms in a row without a pause,
@@ -228,9 +225,10 @@ def collective_series(
 
 
 def beyond_pause(curve: SampledCurve, pause: SampledCurve) -> SampledCurve:
-    """What the collective of a series takes beyond the pause before it."""
+    """The time of a series' collective beyond the pause before it."""
     (alone,) = pause.seconds
-    left = lambda seconds: max(seconds - alone, _LEAST_SHARE * seconds)
+    # A tenth of both is the collective's at least: noise may leave less of a short one.
+    left = lambda seconds: max(seconds - alone, 0.1 * seconds)
     spread = zip(curve.spread, curve.medians, strict=True)
     return replace(
         curve,

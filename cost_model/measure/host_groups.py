@@ -35,22 +35,21 @@ _log = logging.getLogger("autoshard")
 _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
 _PREFIX = "autoshard-ranks-"
-_MOST_RANKS = 256
-"""Of a group: of more, a chunk of memory is next to nothing."""
 _TEXT_NBYTES = 256
-"""Of what ranks say: a host's name, a folder's."""
+"""Room for what a rank says: a host's name, a folder's."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
 """As torch keeps its groups: by process, until they are destroyed."""
 
 
 def host_memory_of(group: dist.ProcessGroup) -> HostMemory | None:
-    """What the ranks of `group`, this one among them, share; None where they are on several hosts, or cannot.
+    """The memory that the ranks of `group`, this one among them, share; None if they are on several hosts, or cannot.
 
     All ranks of the group ask at the same collective. At the first one they wait for each other, over gloo.
     """
     if group not in _known:
-        _known[group] = _set_up(group) if 1 < group.size() <= _MOST_RANKS else None
+        # Of more ranks a chunk of memory is next to nothing.
+        _known[group] = _set_up(group) if 1 < group.size() <= 256 else None
     return _known[group]
 
 
@@ -70,7 +69,7 @@ def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
 
 
 def _network() -> str:
-    """Of Linux's network namespaces the one that this process is in: ranks in several were put apart, as containers
+    """This process's network namespace (Linux): ranks in several were put apart, as containers
     are, and each rank of an emulated host that has a link of its own."""
     try:
         return os.readlink("/proc/self/ns/net")

@@ -37,21 +37,19 @@ REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
 _MOST_CHUNK, _MOST_MEMORY, _ALIGNED = 2**20, 2**24, 2**12
 """Bytes of a chunk of a rank, and of all memory of a group, at most: containers have 64 MiB to share. A chunk that
 caches hold is the faster."""
-_WHOLE = 2**15
-"""Bytes up to which every rank sums all of it: to meet once more takes longer."""
 
 _ENDED = "Connection closed: a rank of this host has ended, or was stopped, in a collective"
 _LATE = "Connection timed out: a rank of this host did not come to a collective within its group's timeout"
 
 
 def chunk_nbytes(ranks: int) -> int:
-    """Of each rank of a group, in each of two turns."""
+    """Bytes of each rank of a group, in each of two turns."""
     fair = _MOST_MEMORY // (2 * (ranks + 1))
     return max(_ALIGNED, min(_MOST_CHUNK, fair // _ALIGNED * _ALIGNED))
 
 
 def memory_nbytes(ranks: int) -> int:
-    """Of a group: a chunk of each rank and one of results, twice."""
+    """Bytes of a group: a chunk of each rank and one of results, twice."""
     return 2 * (ranks + 1) * chunk_nbytes(ranks)
 
 
@@ -79,7 +77,7 @@ class HostMemory:
         for begin, piece in _pieces(operand.reshape(-1), self._chunk(operand)):
             slots = self._written(piece)
             out = result[begin : begin + len(piece)]
-            if piece.nbytes <= _WHOLE:
+            if piece.nbytes <= 2**15:  # every rank sums all of it: to meet once more takes longer
                 reduced_in_order(slots[: self.ranks], op, out)
                 continue
             mine = slice(len(piece) * self.rank // self.ranks, len(piece) * (self.rank + 1) // self.ranks)

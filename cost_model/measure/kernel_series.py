@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.curve import SampledCurve, median, monotone
 from cost_model.measure.kernel_work import (
-    ATTENTION_PASSES,
-    CONVOLUTION_PASSES,
     LAUNCHES,
     Attend,
     attention_flops,
@@ -34,7 +31,7 @@ from cost_model.measure.kernel_work import (
     updated_together,
 )
 from cost_model.measure.sampling import Series, by_device
-from cost_model.measurements import DeviceRates, MatmulRates, UpdateRates
+from cost_model.measurements import DeviceRates, MatmulRates, SampledCurve, UpdateRates, median, monotone
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
@@ -75,7 +72,7 @@ _KERNELS = {
         },
         convolution_flops,
         convolution_work,
-        CONVOLUTION_PASSES,
+        3.0,
     ),
     "attention": _Kernel(
         "attention",
@@ -85,7 +82,7 @@ _KERNELS = {
         },
         attention_flops,
         attention_work,
-        ATTENTION_PASSES,
+        3.5,
     ),
     "pooling": _Kernel(
         "max-pooling",
@@ -104,7 +101,7 @@ _KERNELS = {
         },
         convolution_flops,
         convolution_work,
-        CONVOLUTION_PASSES,
+        3.0,
     ),
 }
 

@@ -101,11 +101,6 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q [b, h, s, d], k, v) -> out: attention without a mask. The caller gives the kernel that plans run: torch's
 `F.scaled_dot_product_attention` picks other kernels (cuDNN's on compute capability 9.0), at another speed."""
 
-CONVOLUTION_PASSES = 3.0
-"""Operations of `convolution_work` over those of the forward. The two gradients take as many each."""
-ATTENTION_PASSES = 3.5
-"""The same for `attention_work`: two products forward, and five backward, which computes the scores again."""
-
 
 def convolution_flops(shape: tuple[int, int, int]) -> int:
     """Operations of the forward alone: 2 n c c 3 3 s s for (n, c, s)."""
@@ -114,7 +109,8 @@ def convolution_flops(shape: tuple[int, int, int]) -> int:
 
 
 def convolution_work(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Work:
-    """A 3 x 3 convolution of [n, c, s, s] to as many channels, and both its gradients."""
+    """A 3 x 3 convolution of [n, c, s, s] to as many channels, and both its gradients: three times the forward's
+    operations."""
     batch, channels, side = shape
     x = torch.randn(batch, channels, side, side, device=device).to(dtype)
     weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
@@ -136,7 +132,8 @@ def attention_flops(shape: tuple[int, int, int, int]) -> int:
 def attention_work(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, attend: Attend | None = None
 ) -> Work:
-    """Scaled dot product attention of [b, h, s, d], and its gradients, by `attend` (None: torch's).
+    """Scaled dot product attention of [b, h, s, d], and its gradients, by `attend` (None: torch's). Two products
+    forward, and five backward, which computes the scores again: 3.5 times the forward's operations.
 
     Operands lie in memory as [b, s, h, d], as a projection leaves them.
     """

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.checked_arguments import shown
-from cost_model.curve import SampledCurve
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
 from cost_model.measure.clock import Clock
@@ -25,8 +24,7 @@ from cost_model.measure.collective_work import (
 from cost_model.measure.host_groups import host_memory_of
 from cost_model.measure.kernel_series import device_rates, device_series, kernel_series, with_kernel_rates
 from cost_model.measure.kernel_work import Attend
-from cost_model.measure.links import fit_links, levels_of
-from cost_model.measure.overlap_efficiency import measure_lateness, overlap_efficiency
+from cost_model.measure.links import fit_links, levels_of, measure_lateness, overlap_efficiency
 from cost_model.measure.peers import (
     Peers,
     Team,
@@ -38,7 +36,7 @@ from cost_model.measure.peers import (
     today,
 )
 from cost_model.measure.sampling import Bench, Progress, Series, bench_of, by_device
-from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
+from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel, SampledCurve
 from cost_model.profile_record import ProfileRecord
 
 SMALLEST_NBYTES = 2**12

@@ -33,8 +33,6 @@ _MOST_SENT = {"all_gather": 2**20, "reduce_scatter": 2**20, "all_reduce": 2**16}
 """Bytes that a rank may send in one round. An all-reduce sends n / 2 times as many as a ring does, the others as
 many as a ring."""
 
-_CHAINED = 2
-"""Elements up to which an all-reduce goes gloo's way: of its ring's parts only those that hold something are sent."""
 
 Started = tuple[Tensor, list[Any]]
 """(result, works): the result is complete once every work has been waited for."""
@@ -54,7 +52,8 @@ def in_one_round(kind: str, part: Tensor, ranks: int, op: str = "sum") -> bool:
     part: what a rank sends to each other one (for all-gather and all-reduce, its operand). op: of a reduction.
     """
     small = (ranks - 1) * part.nbytes <= _MOST_SENT[kind]
-    if kind == "all_reduce" and part.numel() <= _CHAINED:
+    # Of gloo's ring only parts that hold something are sent: up to two elements that is quicker.
+    if kind == "all_reduce" and part.numel() <= 2:
         return False
     return small and ranks > 2 and part.device.type == "cpu" and op in REDUCTIONS
 
@@ -109,7 +108,7 @@ def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: dist.ProcessGrou
 
 
 SHARED = "autoshard: through shared memory"
-"""What a profiler calls a collective that goes this way."""
+"""The profiler's name of a collective that goes this way."""
 
 
 def all_gather(operand: Tensor, group: dist.ProcessGroup) -> Started | None:

@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -214,9 +214,10 @@ def teams_of(mesh: DeviceMesh, spec: MeshSpec) -> Generator[Mapping[GroupShape, 
     teams: dict[GroupShape, Team] = {}
     try:
         for shape, axes in shapes_of(spec).items():
-            group = _existing(mesh, spec, axes)
+            group = existing_group(mesh, spec, axes)
             if group is None:
-                group = new_group_over(spec, axes)
+                group = new_group(groups_over(spec, axes))
+                assert group is not None
                 made.append(group)
             teams[shape] = Team(group, spec.group(dist.get_rank(), axes))
         yield teams
@@ -225,20 +226,25 @@ def teams_of(mesh: DeviceMesh, spec: MeshSpec) -> Generator[Mapping[GroupShape, 
             dist.destroy_process_group(group)
 
 
-def _existing(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup | None:
-    if len(axes) == 1:
-        return mesh.get_group(spec.index(axes[0]))
-    if spec.size(*axes) == dist.get_world_size():
-        return dist.group.WORLD
-    return None
+def existing_group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup | None:
+    """The mesh's or the world's group of this rank along `axes`; None where there is none."""
+    real = [axis for axis in axes if spec.size(axis) > 1]
+    if len(real) < 2:  # axes of one rank change nothing: no second communicator for the same ranks
+        return mesh.get_group(spec.index((real or axes)[0]))
+    return dist.group.WORLD if spec.size(*axes) == dist.get_world_size() else None
 
 
-def new_group_over(spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
-    """This rank's group along `axes`. Every rank of the world makes every one of them, in the same order."""
+def groups_over(spec: MeshSpec, axes: Axes) -> list[tuple[int, ...]]:
+    """The ranks of every group along `axes`, in the same order on every rank: the other axes, in mesh order, number
+    them."""
+    return list(dict.fromkeys(spec.group(rank, axes) for rank in range(spec.device_count)))
+
+
+def new_group(members: Iterable[Sequence[int]], name: str | None = None) -> dist.ProcessGroup | None:
+    """The one of the new groups of `members` that this rank is in, if any. Every rank of the world passes the same."""
     mine = None
-    for ranks in dict.fromkeys(spec.group(rank, axes) for rank in range(spec.device_count)):
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
+    for ranks in members:
+        group = dist.new_group(list(ranks), group_desc=name)
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
             mine = group
-    assert isinstance(mine, dist.ProcessGroup)
     return mine

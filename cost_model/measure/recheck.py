@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.curve import median
 from cost_model.groups import shapes_of
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
@@ -27,7 +26,7 @@ from cost_model.measure.kernel_work import matmul_edge, matmul_flops, matmul_wor
 from cost_model.measure.measure import ALWAYS_NBYTES
 from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Bench, Progress, Series, bench_of
-from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
+from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates, median
 from cost_model.profile_record import ProfileRecord
 
 LEAST_TOLERANCE = 0.25

@@ -24,26 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.curve import SampledCurve, curve, median
 from cost_model.errors import ShardingError
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, clocks
 from cost_model.measure.peers import Peers, Team, teams_of, world_peers
+from cost_model.measurements import SampledCurve, curve, median
 from cost_model.mesh import MeshSpec
 
 _T = TypeVar("_T")
 
-_SWEEP_SHARE = 0.6
-"""The share of the budget for the sweep. The rest is for repetitions."""
 _SWEEP_REPETITIONS = 2
 _WARM_UPS, _FASTER = 6, 0.8
 """The most calls before a point is timed, and the share of the one before below which another follows."""
-_REPETITIONS = 40
-"""The most repetitions of a point."""
-_MOST_CALLS = 200
-_OVERDRAWN_CALLS = 16
-"""The most calls in a row once the budget is spent: sizes that are always measured need not be measured as well.
-Kernels that do nothing take no time by the clock, and would be called most."""
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the budget spent, in [0, 1]."""
@@ -120,7 +112,9 @@ class _Sampler:
     def point(self, series: Series, size: int) -> _Point:
         point = _Point(series, size, self.peers.collectively(series.name, partial(series.prepare, size)))
         once = self.warmed_up(point)
-        most = _MOST_CALLS if self.spent < 1.0 else _OVERDRAWN_CALLS
+        # Once the budget is spent, sizes that are always measured need not be measured as well. Kernels that do nothing
+        # take no time by the clock, and would be called most.
+        most = 200 if self.spent < 1.0 else 16
         point.calls = max(series.calls, min(most, int(series.least / max(once, 1e-9))))
         point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
         return point
@@ -135,7 +129,7 @@ class _Sampler:
 
     def repeat(self, points: Sequence[_Point]) -> None:
         """More repetitions of all, in turn, until the budget is spent."""
-        for _ in range(_SWEEP_REPETITIONS, _REPETITIONS):
+        for _ in range(_SWEEP_REPETITIONS, 40):
             for point in points:
                 if self.spent >= 1.0:
                     return
@@ -171,7 +165,8 @@ def sample(
     The same on all ranks. Raises ProfileError, on all ranks, if work cannot be prepared on one.
     """
     sampler = _Sampler(peers, clock, Budget(clock.now(), seconds), progress)
-    share = _SWEEP_SHARE / max(1, len(series))
+    # The rest of the budget is for repetitions.
+    share = 0.6 / max(1, len(series))
     swept = [sampler.sweep(one, share) for one in series]
     sampler.repeat([point for points in swept for point in points])
     return peers.first([curve({point.size: point.samples for point in points}) for points in swept])
@@ -179,7 +174,7 @@ def sample(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a profile is measured: this rank's device, all ranks, their groups by shape, and what times work.
+    """The bench of a profile: this rank's device, all ranks, their groups by shape, and the clocks.
 
     of_kernels: `clock`, but where ranks share cores (`cost_model.measure.clock`).
     """

@@ -14,16 +14,13 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
-from cost_model.checked_arguments import is_whole
+from cost_model.checked_arguments import is_whole, parse_integer
 from cost_model.mesh import MOST_DEVICES
 from cost_model.readers.points import Group, Line, Place, Printed, Run, group_of, parse_time, refuse
 from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points
-from cost_model.text_files import parse_integer
 
 VERSIONS = (2, 3, 4)
 
-_HALF = 0.5e-6
-"""Half a unit of the last digit that the C format %lf prints."""
 
 _RESULTS = re.compile(r'(?<!\\)"results"\s*:\s*\[')
 _UNCHANGED = "the file as nccl-tests wrote it, version 3 (-J)"
@@ -59,7 +56,8 @@ class _Entry:
         finite = lambda value: (
             (is_whole(value) or isinstance(value, float)) and 0 <= float(value) < float("inf")
         )
-        return Printed(float(self._checked(field, finite, "a finite number above zero")), _HALF)
+        # The C format %lf prints six digits: half a unit of the last.
+        return Printed(float(self._checked(field, finite, "a finite number above zero")), 0.5e-6)
 
     def _checked(self, field: str, fits: Callable[[Any], bool], what: str) -> Any:
         value = self.data.get(field)

@@ -36,7 +36,7 @@ class Columns:
 
 
 def read_columns(line: Line) -> Columns:
-    """Of a line `# size count type redop root time algbw busbw #wrong ... [timestamp]`."""
+    """The columns that a line `# size count type redop root time algbw busbw #wrong ... [timestamp]` names."""
     words = tuple(line.text.lstrip("#").split())
     stamped = words[-1] == "timestamp"
     words = words[:-1] if stamped else words

@@ -10,9 +10,9 @@ from datetime import datetime
 from decimal import Decimal, InvalidOperation
 from typing import NoReturn
 
+from cost_model.checked_arguments import MOST_DIGITS
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks
-from cost_model.text_files import MOST_DIGITS
 
 WHOLE = "the whole output of one run, as it was printed"
 """The remedy for what is cut or garbled."""

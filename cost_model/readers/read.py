@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
 from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
-from cost_model.groups import shape_text
+from cost_model.groups import GroupShape, shape_text
+from cost_model.measurements import CollectiveSamples, pooled
 from cost_model.mesh import MOST_DEVICES
 from cost_model.profile_record import ProfileRecord
-from cost_model.readers.merge import check_hosts, check_speed, merged
 from cost_model.readers.nccl_json import read_nccl_json
 from cost_model.readers.nccl_text import read_nccl_text
-from cost_model.readers.points import Group, Place, Run, refuse
+from cost_model.readers.points import Group, Place, Point, Run, refuse
+from cost_model.readers.result_rows import check_hosts, check_speed
 from cost_model.readers.stas00 import read_stas00
 
 _log = logging.getLogger(__name__)
@@ -126,7 +129,8 @@ def _profile(base: ProfileRecord, files: Sequence[Path], runs: Sequence[Run]) ->
     kept = () if base.nominal else base.collectives
     measured = {(samples.kind, samples.group) for samples in collectives}
     stay = tuple(samples for samples in kept if (samples.kind, samples.group) not in measured)
-    changes = (*changes, *_superseded(base, len(kept) - len(stay)))
+    if gone := len(kept) - len(stay):
+        changes = (*changes, f"{gone} measured collectives of {base.name} are replaced by those of the files")
     for change in changes:
         _log.warning("%s", change)
     newest = max(point.when for run in runs for point in run.points)
@@ -161,12 +165,6 @@ def _left_out(runs: Sequence[Run]) -> list[str]:
     return texts
 
 
-def _superseded(base: ProfileRecord, count: int) -> list[str]:
-    return (
-        [f"{count} measured collectives of {base.name} are replaced by those of the files"] if count else []
-    )
-
-
 def _hardware(base: ProfileRecord, runs: Sequence[Run]) -> str:
     devices = ", ".join(dict.fromkeys(run.device for run in runs if run.device))
     return f"{devices or 'unknown devices'}; links and device rates as of: {base.hardware}"
@@ -178,3 +176,95 @@ def _from_base(base: ProfileRecord) -> list[str]:
         f"links, device rates, launch times and overlap are those of {base.name} ({whose}), hash {base.hash()}"
     ]
     return texts + [f"{base.name}: {source}" for source in base.sources]
+
+
+Curves = dict[tuple[str, GroupShape], list[Point]]
+
+
+def merged(runs: Sequence[Run]) -> tuple[tuple[CollectiveSamples, ...], tuple[str, ...]]:
+    """Curves for a profile, and what was done to get them, in sentences.
+
+    The newer of two points of one kind, group and size counts; if they are equally old, the later in `runs`.
+    Raises ProfileError, naming file and line, for a time further below that of fewer bytes than noise
+    explains, and for a curve of a single size.
+    """
+    curves: Curves = defaultdict(list)
+    for run in runs:
+        if run.kind is not None and run.points:
+            curves[run.kind, run.group.shape].extend(run.points)
+    notes: list[str] = []
+    samples: list[CollectiveSamples] = []
+    for (kind, shape), points in sorted(curves.items()):
+        title = f"{kind} over {shape_text(shape)}"
+        newest, replaced = _newest(points)
+        notes += [f"{title}: {text}" for text in replaced]
+        times, smoothed = _rising(newest)
+        notes += [f"{title}: {text}" for text in smoothed]
+        samples.append(CollectiveSamples(kind, shape, tuple(point.nbytes for point in newest), times))
+    return tuple(samples), tuple(notes)
+
+
+def _newest(points: Iterable[Point]) -> tuple[list[Point], list[str]]:
+    """One point a size, sizes increasing; and which file's points gave way to which."""
+    best: dict[int, Point] = {}
+    given_way: Counter[tuple[str, str]] = Counter()
+    for point in points:
+        other = best.get(point.nbytes)
+        if other is not None:
+            old, new = (point, other) if point.when < other.when else (other, point)
+            given_way[old.place.file, new.place.file] += 1
+            point = new
+        best[point.nbytes] = point
+    texts = [
+        f"{count} {'size' if count == 1 else 'sizes'} of {old} replaced by the newer of {new}"
+        for (old, new), count in given_way.items()
+    ]
+    return [best[size] for size in sorted(best)], texts
+
+
+def _rising(points: Sequence[Point]) -> tuple[tuple[float, ...], list[str]]:
+    """The times of `points`, made non-decreasing where they fall by no more than noise."""
+    if len(points) < 2:
+        (point,) = points
+        point.refuse(
+            "a curve needs two sizes or more, and this is the only one that counts",
+            "run the benchmark over a range of sizes (nccl-tests: -b 1K -e 1G -f 2)",
+        )
+    times = [point.seconds for point in points]
+    i, j, fall = worst_fall(times)
+    before, now = points[i], points[j]
+    if fall > NOISE:
+        now.refuse(
+            f"{now.nbytes} bytes took {now.seconds * 1e6:.4g} us, {fall:.1%} less than the "
+            f"{before.seconds * 1e6:.4g} us of {before.nbytes} bytes at {before.place}; "
+            f"noise explains {NOISE:.0%}",
+            "measure again with more iterations (-n 100 -w 20), or leave out the older of two runs",
+        )
+    rising = tuple(pooled([[time] for time in times], fmean))
+    changed = sum(a != b for a, b in zip(times, rising, strict=True))
+    if not changed:
+        return rising, []
+    return rising, [
+        f"{changed} of {len(times)} times averaged with neighbours: they fell by up to {fall:.1%}"
+    ]
+
+
+NOISE = 0.40
+"""How far a time may fall below that of fewer bytes and still be taken for noise, relative.
+
+Small messages all take the same time, give or take 10 to 20 per cent. Where NCCL changes its algorithm or
+protocol a larger message can be faster than a smaller one: 34 per cent was seen between 4 and 8 MiB on two
+nodes, in every run. One disturbed measurement is usually several times too long.
+"""
+
+
+def worst_fall(times: Sequence[float]) -> tuple[int, int, float]:
+    """(i, j, fall): times[j] is `fall` (relative) below the earlier times[i], the most of all pairs."""
+    worst = (0, 0, 0.0)
+    highest = 0
+    for j, time in enumerate(times):
+        if time >= times[highest]:
+            highest = j
+        elif 1.0 - time / times[highest] > worst[2]:
+            worst = (highest, j, 1.0 - time / times[highest])
+    return worst

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from cost_model.checked_arguments import Text, Word
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import Text, Word
 from passes.layout.layout import Layout, Span, nested_spans
 
 

@@ -14,8 +14,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
+from cost_model.checked_arguments import Count, Word
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import Count, Word
 
 REDUCE_OPS = ("sum", "max", "min")
 ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join(REDUCE_OPS)})$")]

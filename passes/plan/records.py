@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from cost_model.checked_arguments import Count, Text, Word
+from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import Count, Text, Word
 from cost_model.timed import Priced
-from cost_model.units import format_seconds
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Dim, Layout, ReduceOp

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from cost_model.text_files import Count, Text
+from cost_model.checked_arguments import Count, Text
 from passes.predict.memory_kinds import KINDS, Kind
 
 START = ("forward", "start")

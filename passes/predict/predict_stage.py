@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import Struct, structs
 
-from cost_model.text_files import Count, Seconds
+from cost_model.checked_arguments import Count, Seconds
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
 from passes.layout.assignment import Assignment

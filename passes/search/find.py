@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
+from cost_model.memory import floor_bytes, format_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.units import floor_bytes, format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes

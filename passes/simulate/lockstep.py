@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.autocast_off import autocast_off
-from passes.simulate.conditioning import seeded_call
+from passes.simulate.reference import seeded_call
 
 Observer = Callable[[int, fx.Node, Any], None]
 
@@ -99,10 +99,9 @@ def simulate(
 
 
 def _run_rank(rank: int, graph: fx.GraphModule, inputs: Sequence[Any], observe: Observer | None) -> _Rank:
-    interpreter = fx.Interpreter(graph, garbage_collect_values=False)
+    interpreter = fx.Interpreter(graph)
     interpreter.args_iter = iter(inputs)
     env = interpreter.env
-    last_uses = _last_uses(graph.graph)
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in _EXCHANGES:
             env[node] = yield _call(interpreter, node)
@@ -115,21 +114,9 @@ def _run_rank(rank: int, graph: fx.GraphModule, inputs: Sequence[Any], observe: 
         if node.op == "output":
             result = env[node]
             return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        for used in last_uses.get(node, ()):
+        for used in interpreter.user_to_last_uses.get(node, ()):
             del env[used]
     raise AssertionError("graph has no output node")
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """node -> the nodes whose values nothing after it reads (itself if nothing ever does)."""
-    last = {node: node for node in graph.nodes}
-    for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            last[operand] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node, user in last.items():
-        found.setdefault(user, []).append(node)
-    return found
 
 
 def _call(interpreter: fx.Interpreter, node: fx.Node) -> _Call:

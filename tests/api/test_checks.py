@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.calls.outputs import Checks, Otherwise
+from autoshard.runtime.call_program import Checks, Otherwise
 from passes.capture import capture
 from tests.api.programs import Axes, assert_close, full, parallel
 from tests.ranks import RankPool

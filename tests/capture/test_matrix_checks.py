@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from autoshard import MeshSpec, find_plan, verify
-from autoshard.calls.outputs import Checks, Otherwise
+from autoshard.runtime.call_program import Checks, Otherwise
 from cost_model.errors import CaptureError
 from passes.capture import capture
 from tests.capture.running import check

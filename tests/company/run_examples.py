@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard.data.loader import Order, rank_loader
-from autoshard.demo.model import GPTConfig
+from autoshard.demo import GPTConfig
 from cost_model.mesh import MeshSpec
 from tests.profiles import slow_compute
 

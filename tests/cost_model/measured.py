@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.measure.collective_work import Buffers, Pause, collective_work, whole_size
-from cost_model.measure.peers import new_group_over, teams_of, world_peers
+from cost_model.measure.peers import groups_over, new_group, teams_of, world_peers
 from cost_model.measure.recheck import CheckedPoint, recheck
 from cost_model.measure.sampling import Series, sample
 from cost_model.mesh import MeshSpec
@@ -111,7 +111,7 @@ def sums_along(rank: int, axes: tuple[str, ...]) -> list[float]:
     """Sums of rank numbers over the groups along `axes` of a 2 x 2 mesh, made twice."""
     found: list[float] = []
     for _ in range(2):
-        group = new_group_over(MeshSpec({"a": 2, "b": 2}), axes)
+        group = new_group(groups_over(MeshSpec({"a": 2, "b": 2}), axes))
         value = torch.tensor([float(rank)])
         dist.all_reduce(value, group=group)
         found.append(value.item())

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from cost_model.collectives import CollectivePrices
 from cost_model.errors import ProfileError, ShardingError, UnsupportedOpError
-from cost_model.groups import mesh_occupancies
-from cost_model.link_model import floor_slope
+from cost_model.groups import floor_slope, mesh_occupancies
 from cost_model.measurements import KINDS, CollectiveSamples
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.curve import Curve
+from cost_model.measurements import Curve
 
 
 def test_passes_through_its_points() -> None:

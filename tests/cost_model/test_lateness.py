@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cost_model.errors import ProfileError
-from cost_model.measure.overlap_efficiency import lateness
+from cost_model.measure.links import lateness
 from cost_model.measurements import Lateness
 from cost_model.profile import Profile, profile_text
 

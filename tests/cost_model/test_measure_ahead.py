@@ -31,7 +31,7 @@ class Apart:
     def mark(self) -> float:
         return max(self.host, self.free)
 
-    def between(self, start: float, end: float) -> float:
+    def seconds(self, start: float, end: float) -> float:
         return end - start
 
     def finish(self) -> None:

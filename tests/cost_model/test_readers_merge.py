@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.curve import pooled
 from cost_model.errors import ProfileError
-from cost_model.measurements import CollectiveSamples, LinkLevel
+from cost_model.measurements import CollectiveSamples, LinkLevel, pooled
 from cost_model.profile import Profile
 from cost_model.readers import read_profile
-from cost_model.readers.merge import NOISE, worst_fall
 from cost_model.readers.points import Place, group_of
+from cost_model.readers.read import NOISE, worst_fall
 from tests.cost_model.reader_files import altered, line_of, points, sample
 
 H100 = Profile.named("h100")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from autoshard import MeshSpec, Plan, autoshard, report
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from autoshard.reporting.measured import StepFigures
 from cost_model.memory import reserve_bytes
 from tests.cuda.gpus import Axes, GpuPool, axes_of, gpu_mesh

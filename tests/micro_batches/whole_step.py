@@ -10,7 +10,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_collect
-from passes.simulate.conditioning import seeded_call
+from passes.simulate.reference import seeded_call
 
 __all__ = ["step_in_pieces"]
 

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
-from cost_model.memory import parse_bytes
-from cost_model.units import enough_bytes, format_bytes
+from cost_model.memory import enough_bytes, format_bytes, parse_bytes
 from tests.profiles import slow_compute
 
 WIDTH = 256

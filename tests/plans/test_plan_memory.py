@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import MeshSpec, Plan, PlanError, find_plan
-from autoshard.demo.model import GPT, GPTConfig
+from autoshard.demo import GPT, GPTConfig
 from autoshard.plan.plan_memory import OUTLINE, MemoryTimeline
 from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_record import MemoryStep

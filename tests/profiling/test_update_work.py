@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cost_model.curve import SampledCurve
 from cost_model.measure.kernel_series import with_kernel_rates
 from cost_model.measure.kernel_work import update_work, updated_together
-from cost_model.measurements import DeviceRates, MatmulRates
+from cost_model.measurements import DeviceRates, MatmulRates, SampledCurve
 
 
 def test_a_gpu_updates_sixteen_parameters_together() -> None:

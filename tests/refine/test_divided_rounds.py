@@ -13,8 +13,8 @@ from autoshard.plan.division import Division
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.task import Task
 from autoshard.refine.refine import DividedRounds
+from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case
-from autoshard.refine.timed_store import TimedStore
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.plan.records import NodeRecord

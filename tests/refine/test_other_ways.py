@@ -9,8 +9,8 @@ import pytest
 
 from autoshard.plan.task import Task
 from autoshard.refine.rounds import Rounds
+from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import other_ways
-from autoshard.refine.timed_store import TimedStore
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.predict.step_work import CollectiveCase

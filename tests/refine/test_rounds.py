@@ -12,8 +12,8 @@ import pytest
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
+from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import AGAIN, Case, refining_seconds
-from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedKernel, TimedPrices
 from passes.layout.layout import Layout
 from passes.predict.step_work import CollectiveCase, KernelCase

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.refine.timed_store import TimedStore, timed_key
+from autoshard.refine.time_work import TimedStore, timed_key
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from tests.refine.tasks import task, timed
@@ -64,7 +64,7 @@ def test_the_key_tells_apart_what_takes_other_times(monkeypatch: pytest.MonkeyPa
         path(backend="inductor"),
         path(machines=MACHINES[:1]),
     ]
-    monkeypatch.setattr("autoshard.refine.timed_store.__version__", "99")
+    monkeypatch.setattr("autoshard.refine.time_work.__version__", "99")
     others.append(path())
     monkeypatch.setattr("autoshard.profiling.startup.torch.__version__", "99")
     others.append(path())

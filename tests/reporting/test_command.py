@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard import Profile, ShardingError
 from autoshard.cli import main
-from autoshard.reporting.report_command import ReportOptions, loss_of, train_and_report
+from autoshard.reporting.report_steps import ReportOptions, loss_of, train_and_report
 from tests.api.programs import device_mesh
 from tests.models import TwoLinear
 from tests.profiles import slow_compute

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from autoshard.reporting.recorder import Recorder, SeenWhole
-from autoshard.reporting.tracks import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
-from autoshard.runtime.observe import Marks
+from autoshard.reporting.tracks import PeakCounter, held_nbytes, peak_counter, peaks_of, run_peaks
+from cost_model.measure.clock import Marks
 from tests.predict.test_memory_walk import placeholders, program
 
 
@@ -79,4 +79,4 @@ def test_a_device_that_counts_is_asked_for_every_phase() -> None:
 
 
 def test_gpus_count_and_hosts_do_not() -> None:
-    assert isinstance(peak_counter("cuda"), CudaCounter) and peak_counter("cpu") is None
+    assert isinstance(peak_counter("cuda"), PeakCounter) and peak_counter("cpu") is None

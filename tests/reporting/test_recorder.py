@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.reporting.recorder import Mark, StepTimes, steps_of
-from autoshard.runtime.observe import Marks
+from cost_model.measure.clock import Marks
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autoshard.runtime.loading import accept_any_state
+from autoshard.runtime.attachments import accept_any_state
 from autoshard.runtime.parameters import StagePlaced
 from autoshard.runtime.sharding import like_parameter
 from tests.runtime.placing import distribute_stage_parameters

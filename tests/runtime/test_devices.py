@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard.runtime.executable as executable_module
-from autoshard.runtime.devices import arrived, check_bound, check_devices, move_buffers
 from autoshard.runtime.leaves import InputSide
+from autoshard.runtime.sharding import arrived, check_bound, check_devices, move_buffers
 from cost_model.errors import ShardingError
 from passes.capture import flatten_call
 from passes.ir.joint import GraphInput

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.module import Built, dispatcher_of, install, mode_key, original_forward
+from autoshard.runtime.module import Built, Mode, dispatcher_of, install, original_forward
 
 
 class Net(nn.Module):
@@ -145,13 +145,13 @@ def test_installing_again_replaces() -> None:
 
 def test_the_mode_is_all_that_a_graph_depends_on_but_arguments() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    keys = [mode_key(model)]
+    keys = [Mode(model).key()]
     with torch.no_grad():
-        keys.append(mode_key(model))
+        keys.append(Mode(model).key())
     with torch.autocast("cpu", torch.bfloat16):
-        keys.append(mode_key(model))
+        keys.append(Mode(model).key())
     model[1].eval()
-    keys.append(mode_key(model))
+    keys.append(Mode(model).key())
     model[0].bias.requires_grad_(False)
-    keys.append(mode_key(model))
+    keys.append(Mode(model).key())
     assert len(set(keys)) == 5

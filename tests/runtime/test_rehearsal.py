@@ -19,8 +19,9 @@ from autoshard.plan.plan_content import Rehearsed
 from autoshard.plan.task import search_plan
 from autoshard.refine.refine import DividedRounds
 from autoshard.runtime import race
-from autoshard.runtime.observe import Marks, StageRecorder
+from autoshard.runtime.observe import StageRecorder
 from autoshard.runtime.trial_run import RaceEntry, Track
+from cost_model.measure.clock import Marks
 from passes.stages.pipeline_orders import Action
 from tests.plans.test_rehearsed_plan import in_stages
 from tests.ranks import RankFailure, RankPool

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.loading import accept_any_state
+from autoshard.runtime.attachments import accept_any_state
 from cost_model.errors import ShardingError
 from tests.ranks import RankPool
 from tests.runtime.placing import distribute_parameters

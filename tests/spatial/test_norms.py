@@ -17,13 +17,14 @@ from autoshard import Plan, autoshard
 from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture
 from autoshard.plan.task import search_plan
 from autoshard.verification.part_errors import held_value
-from autoshard.verification.simulated_step import simulated_step
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
+from passes.lower.one_piece import one_piece
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
 from passes.simulate.lockstep import simulated_groups
+from passes.simulate.lockstep_pieces import simulate_pieces
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.restricted import Keep, restricted
@@ -116,7 +117,7 @@ class Simulated:
         self.joint, self.mesh = captured.joint, mesh
         layouts, lowering = self.plan.assignment, self.plan.lowering
         self.programs = [
-            rank_program(self.joint, layouts, lowering, mesh, rank, simulated_groups(mesh))
+            one_piece(rank_program(self.joint, layouts, lowering, mesh, rank, simulated_groups(mesh)))
             for rank in range(mesh.device_count)
         ]
 
@@ -136,7 +137,8 @@ class Simulated:
             ]
             for rank in range(self.mesh.device_count)
         ]
-        results = simulated_step(self.joint, self.programs, shards, self.mesh)
+        names = [node.name for node in self.joint.placeholders]
+        results = simulate_pieces([self.programs], names, shards, self.mesh)
         return {name: self._whole(i, [r[i] for r in results]) for i, name in enumerate(self._names())}
 
     def _names(self) -> list[str]:

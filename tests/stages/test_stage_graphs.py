@@ -14,11 +14,11 @@ from passes.ir.graph_properties import INVARIANTS
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_product, is_use
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.simulate.simulate_stages import staged_results
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import MODELS, Mlp, canonical, random_cut
+from tests.stages.whole_stages import staged_results
 
 
 def first_op(joint: JointGraph, module: str) -> str:

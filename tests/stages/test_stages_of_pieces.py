@@ -10,12 +10,12 @@ from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.simulate.simulate_stages import staged_results
 from passes.stages.choose_cut import choose_cut
 from passes.stages.cut_costs import cut_costs
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import canonical
+from tests.stages.whole_stages import staged_results
 
 LAYERS = {"mlp": ("layers.2", "layers.4"), "gpt2": ("transformer.h.0", "transformer.h.1")}
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.simulate.simulate_stages import staged_results
 from passes.stages.choose_cut import choose_cut
 from passes.stages.cut_costs import cut_costs
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import Mlp, canonical
+from tests.stages.whole_stages import staged_results
 
 
 def check(joint: JointGraph, model: nn.Module, given: list[Tensor], stages: int) -> tuple[StageGraph, ...]:

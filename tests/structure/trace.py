@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.plan_prices import prices_of
+from cost_model.memory import format_seconds
 from cost_model.profile import Profile
-from cost_model.units import format_seconds
 from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, result_shapes, tensor_operands

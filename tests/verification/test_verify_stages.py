@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard import MeshSpec, PipelinePlan, find_plan, verify
-from autoshard.verification import verify_stages
+from autoshard.verification import simulated_step
 from tests.profiles import slow_compute
 from tests.runtime.test_stages import BATCH, CASES, made
 
@@ -44,10 +44,10 @@ def test_every_result_is_that_of_the_unsharded_model(name: str, axes: dict[str, 
 def test_a_piece_that_runs_twice_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows in the place of the last."""
     plan = planned("mlp", {"pp": 2, "dp": 2}, 3)
-    honest = verify_stages.simulate_stages
+    honest = simulated_step.simulate_stages
     twice = lambda stage: replace(stage, pieces=[*stage.pieces[:-1], stage.pieces[0]])
     monkeypatch.setattr(
-        verify_stages, "simulate_stages", lambda stages, mesh: honest(list(map(twice, stages)), mesh)
+        simulated_step, "simulate_stages", lambda stages, mesh: honest(list(map(twice, stages)), mesh)
     )
     report = verify(made("mlp"), plan, CASES["mlp"].call(BATCH))
     assert not report.ok and report.max_error > 0.01

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoshard.watching.sums import Pace, as_sums, difference, sums_of, tolerance_of
+from autoshard.watching.check_calls import Sampler, tolerance_of
+from autoshard.watching.sums import Pace, as_sums, difference
 
 
 def compared(tensors: list[Tensor], parts: list[str] | None = None) -> str | None:
@@ -16,7 +17,9 @@ def compared(tensors: list[Tensor], parts: list[str] | None = None) -> str | Non
     parts = parts or [""] * len(tensors)
     return difference(
         {
-            rank: as_sums((("input", "x", part, tolerance_of(tensor.dtype)),), sums_of([tensor]))
+            rank: as_sums(
+                (("input", "x", part, tolerance_of(tensor.dtype)),), Sampler(4096).sums([tensor], 1)
+            )
             for rank, (tensor, part) in enumerate(zip(tensors, parts, strict=True))
         }
     )
@@ -43,6 +46,19 @@ def test_one_sample_of_many_is_found() -> None:
     other = batch.clone()
     other[77] = torch.randint(0, 50_000, (128,))
     assert compared([batch, other]) is not None
+
+
+def test_other_lengths_of_other_tensors_change_nothing() -> None:
+    """What ranks have alike is compared, whatever their parts of other tensors are."""
+    alike, sampler = torch.randn(300), Sampler(64)
+    for mine, theirs in ((5, 4), (0, 9), (200, 100)):
+        one, other = (sampler.sums([torch.randn(n), alike], 7)[1] for n in (mine, theirs))
+        assert torch.equal(one, other)
+
+
+def test_a_view_is_sampled_as_its_copy() -> None:
+    matrix = torch.randn(300, 7)
+    assert torch.equal(Sampler(64).sums([matrix.t()], 3), Sampler(64).sums([matrix.t().contiguous()], 3))
 
 
 def test_rounding_is_no_difference() -> None:

@@ -88,7 +88,7 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
 
 def gpt() -> tuple[object, object]:
     """The demo's model and a batch, for `autoshard report`."""
-    from autoshard.demo.model import GPT, GPTConfig, batches
+    from autoshard.demo import GPT, GPTConfig, batches
 
     return GPT(GPTConfig()), batches(GPTConfig(), 8, 1)[0]
 

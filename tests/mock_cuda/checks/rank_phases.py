@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.outputs import output_layouts
+from autoshard.global_call import output_layouts
 from autoshard.plan.find_plan import CallLayouts, Task
 from autoshard.plan.plan_fits import axes_in
 from autoshard.plan.task import search_plan

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from tests.mock_cuda.checks.families import Example, MeanSquare, example
 
 AXES = ("dp", "tp", "cp")

@@ -1,4 +1,4 @@
-"""Run all stages of a pipeline in one process, forward in order and backward in reverse, as their ranks would."""
+"""Stages one after the other in one process, forward in order and backward in reverse: what a cut is checked by."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _is_numbers(value: object) -> bool:
 
 
 def _spans(parts: Sequence[int], reach: tuple[int, int], wraps: bool) -> list[tuple[int, int]]:
-    """What each rank is to hold: nothing around an empty part, as no window reads there."""
+    """The span that each rank is to hold: nothing around an empty part, as no window reads there."""
     before, after = reach
     length = sum(parts)
     low, high = (-before, length + after) if wraps else (0, length)

@@ -1,1 +1,0 @@
-"""From a user's call to the graph's flat tensors, and back."""

@@ -1,1 +1,0 @@
-"""Halo exchange for code that is parallel by hand."""
