@@ -13,6 +13,7 @@ from passes.ir.joint import GraphInput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
+from passes.ir.torch_dispatch import copied_node
 from passes.lower.phases import Backward, exchanges, extract, unaliased
 
 _aten = torch.ops.aten
@@ -130,7 +131,7 @@ class _Folder:
         return True
 
     def _copy(self, node: fx.Node) -> None:
-        self.made[node] = self.graph.node_copy(node, self._operand)
+        self.made[node] = copied_node(self.graph, node, self._operand)
 
     def _operand(self, node: fx.Node) -> fx.Node:
         """The new node of `node`, a tensor of zeros where it must exist after all."""

@@ -14,6 +14,7 @@ from passes.ir.joint import GraphInput, GraphOutput, ancestors, node_value, resu
 from passes.ir.op_traits import is_cheap, is_collective, is_view
 from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
+from passes.ir.torch_dispatch import copied_node
 from passes.lower.recompute import choose_saved
 from passes.states.compute_again import runs_again
 
@@ -87,8 +88,11 @@ class _Joint:
         self, module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
     ) -> None:
         self.graph = fx.Graph()
-        returned = self.graph.graph_copy(module.graph, {}) or ()
-        assert isinstance(returned, tuple) and len(returned) == len(outputs)
+        new: dict[fx.Node, fx.Node] = {}
+        *given, output = module.graph.nodes
+        for node in given:
+            new[node] = copied_node(self.graph, node, new.__getitem__)
+        returned = [None if node is None else new[node] for node in output.args[0]]  # type: ignore[union-attr]
         nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.inputs = tuple(inputs)
         self.placeholders = list(zip(nodes, inputs, strict=True))
@@ -176,7 +180,7 @@ def extract(
         new[node] = graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
     for node in ops:
-        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = copied_node(graph, node, new.__getitem__)
     graph.output(tuple(None if node is None else new[node] for node in results))
     graph.lint()
     return lazy_module(graph)
