@@ -113,8 +113,17 @@ def repeats(node: fx.Node) -> int:
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The nodes among `node`'s args and kwargs in order of appearance, repeats included."""
     found: list[fx.Node] = []
-    _collect((node.args, node.kwargs), found)
+    for argument in node.args:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, _NESTED):
+            _collect(argument, found)
+    if node.kwargs:
+        _collect(node.kwargs, found)
     return found
+
+
+_NESTED = (tuple, list, dict)
 
 
 def map_operands(node: fx.Node, new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
-from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel
+from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel, op_name
 
 
 def choose_saved(
@@ -76,6 +76,6 @@ def _bytes_saved(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or is_whole_view(node):
         return None
-    if is_collective(node) and "wait_tensor" not in str(node.target):
+    if is_collective(node) and "wait_tensor" not in op_name(node):
         return None
     return (numel(node) * value.element_size() << 16) + 1

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cost_model.timeline import Event
-from passes.ir.op_traits import is_view, storage_root
+from passes.ir.op_traits import is_collective, is_view, storage_root
 from passes.predict.in_place import copied_share
 from passes.strategies.prices import Prices, local_seconds
 
@@ -81,7 +81,7 @@ class StepEvents:
         issued: dict[fx.Node, int] = {}
         paid = copies_of_collectives(module.graph)
         for node in nodes:
-            if node.target in COLLECTIVE_KINDS:
+            if is_collective(node) and node.target in COLLECTIVE_KINDS:
                 issued[node] = self._collective(node, phase)
             elif node.target is c10d.wait_tensor.default:
                 (started,) = node.all_input_nodes
@@ -170,7 +170,7 @@ def _sent(copy: fx.Node) -> fx.Node | None:
     node = copy
     while len(node.users) == 1:
         (node,) = node.users
-        if node.target in COLLECTIVE_KINDS:
+        if is_collective(node) and node.target in COLLECTIVE_KINDS:
             return node if node.meta.get("turn") == copy.meta["turn"] else None
         if not is_view(node):
             return None
