@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from passes.ir.fake_calls import FakeCalls
+
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
 
@@ -64,6 +66,8 @@ class JointGraph:
 
     head_pieces: into how many parts over tokens head and loss are written (`passes.micro_batches.cut_head`).
 
+    calls: of ops on the values of ranks' programs, which are much the same in all programs of a graph.
+
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
     """
@@ -77,6 +81,7 @@ class JointGraph:
     others: tuple[JointGraph, ...] = ()
     in_flight: int = 1
     head_pieces: int = 1
+    calls: FakeCalls = field(default_factory=FakeCalls, repr=False, compare=False)
 
     @property
     def graph(self) -> fx.Graph:

@@ -246,8 +246,10 @@ def alias_chain(node: fx.Node) -> Iterator[fx.Node]:
 
 def storage_root(node: fx.Node) -> fx.Node:
     """The node at the end of `alias_chain`: the owner of the storage."""
-    *_, root = alias_chain(node)
-    return root
+    while is_view(node):
+        producer, _ = result_index(node)
+        node = producer if producer is not node else node.all_input_nodes[0]
+    return node
 
 
 _ROUNDED = _names(

@@ -14,7 +14,7 @@ from passes.ir.op_traits import reads_shape_only
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_node
-from passes.lower.phases import Backward, exchanges, extract, unaliased
+from passes.lower.phases import Backward, exchanges, unaliased
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -153,19 +153,21 @@ class _Folder:
 
 def _finished(old: Backward, folder: _Folder, missing: Set[int]) -> Backward:
     """The folded backward, which takes only what it still reads."""
-    results = unaliased(folder.results, set())
-    nodes = list(folder.graph.nodes)
-    read = ancestors(n for n in [*results, *exchanges(nodes, 1)] if n is not None)
-    new = [n for n in folder.graph.nodes if n.op == "placeholder"]
+    graph, results = folder.graph, unaliased(folder.results, set())
+    read = ancestors(n for n in [*results, *exchanges(graph.nodes, 1)] if n is not None)
+    new = [n for n in graph.nodes if n.op == "placeholder"]
     n_passed, n_saved = len(old.passed), len(old.saved)
-    passed = [(n, p) for n, p in zip(new, old.passed, strict=False) if n in read]
-    saved = [(n, s) for n, s in zip(new[n_passed:], old.saved, strict=False) if n in read]
-    inputs = [*(n for n, _ in passed), *(n for n, _ in saved), *new[n_passed + n_saved :]]
-    ops = [n for n in folder.graph.nodes if n.op == "call_function" and n in read]
+    given = new[: n_passed + n_saved]
+    passed = tuple(p for n, p in zip(given, old.passed, strict=False) if n in read)
+    saved = tuple(s for n, s in zip(given[n_passed:], old.saved, strict=True) if n in read)
+    graph.output(tuple(results))
+    for node in [*given, *(n for n in graph.nodes if n.op == "call_function")][::-1]:
+        if node not in read:
+            graph.erase_node(node)
     return Backward(
-        module=extract(inputs, ops, results),
-        passed=tuple(p for _, p in passed),
-        saved=tuple(s for _, s in saved),
+        module=lazy_module(graph),
+        passed=passed,
+        saved=saved,
         tangents=tuple(t for t in old.tangents if t.index not in missing),
         gradients=old.gradients,
     )

@@ -69,7 +69,7 @@ def partition(
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
     later = later_places(joint, assignment, lowering.steps, lowering.turns)
-    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint), later)
+    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint), later, joint.calls)
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -84,8 +84,8 @@ class _Writer:
     lowering: LoweringPlan
     served: Served
     later: Mapping[Transfer, tuple[int, ...]]
+    calls: FakeCalls
     graph: fx.Graph = field(default_factory=fx.Graph)
-    calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)

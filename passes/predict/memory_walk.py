@@ -105,12 +105,14 @@ class _Phase:
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
         self._place = {node: step for step, node in enumerate(self.ops, first)}
         self._workspaces = workspaces
-        self._traffic, self._first, self._outside, self._forward = traffic, first, outside or {}, forward
+        self._first, self._outside, self._forward = first, outside or {}, forward
+        self._flows = {node: traffic(node) for node in self.ops}
+        self._owners: dict[fx.Node, Owner] = {}
         self._end = first + len(self.ops) - 1
         self._shared = in_place(self.ops, traffic)
         reduced = self._shared.reduced
         self._last: dict[Owner, int] = {}
-        runs = last_runs(self._place, traffic)
+        runs = last_runs(self._place, self._flows.__getitem__)
         for step, node in enumerate(self.ops, first):
             for operand in node.all_input_nodes:
                 self._read(operand, step - 1 if node in reduced else step, runs[node])
@@ -144,12 +146,18 @@ class _Phase:
                 yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)
 
     def _stored(self, node: fx.Node) -> bool:
-        own = _owner(node)[0] is node and node not in self._shared.written
-        return own and (is_collective(node) or self._traffic(node).writes)
+        own = self._owner(node)[0] is node and node not in self._shared.written
+        return own and (is_collective(node) or self._flows[node].writes)
+
+    def _owner(self, node: fx.Node) -> Owner:
+        found = self._owners.get(node)
+        if found is None:
+            found = self._owners[node] = _owner(node)
+        return found
 
     def _read(self, node: fx.Node, step: int, runs: int = 0) -> None:
         """runs: until when, of what the phase was given: compilers write results over what it made itself."""
-        owner = _owner(node)
+        owner = self._owner(node)
         if owner[0] in self._outside:
             owner, step = self._outside[owner[0]], max(step, runs)
         self._last[owner] = max(self._last.get(owner, step), step)

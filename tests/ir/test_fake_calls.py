@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,19 +101,14 @@ class Forgetful(FakeCalls):
         return super().__call__(*args, **kwargs)
 
 
-def test_a_rank_s_graph_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_s_graph_is_the_same_with_and_without() -> None:
     mesh = MeshSpec({"a": 2, "b": 3})
     joint = joint_of(Twice(), torch.randn(6, 8))
     assignment = random_assignment(joint, mesh, random.Random(0))
     lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
 
-    def graphs() -> list[list[tuple[str, Any]]]:
-        groups = simulated_groups(mesh)
-        return [
-            looks(partition(joint, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)
-        ]
+    def graphs(calls: FakeCalls) -> list[list[tuple[str, Any]]]:
+        groups, one = simulated_groups(mesh), replace(joint, calls=calls)
+        return [looks(partition(one, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)]
 
-    remembered = graphs()
-    monkeypatch.setattr("passes.lower.partition.FakeCalls", Forgetful)
-    monkeypatch.setattr("passes.redistribution.lower_redistribute.FakeCalls", Forgetful)
-    assert graphs() == remembered
+    assert graphs(Forgetful()) == graphs(FakeCalls())
