@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -14,6 +14,8 @@ from passes.ir.fake_calls import FakeCalls
 
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
+
+T = TypeVar("T")
 
 InputKind = Literal["param", "buffer", "constant", "input", "tangent", "seed"]
 OutputKind = Literal["output", "grad", "buffer"]
@@ -66,7 +68,8 @@ class JointGraph:
 
     head_pieces: into how many parts over tokens head and loss are written (`passes.micro_batches.cut_head`).
 
-    calls: of ops on the values of ranks' programs, which are much the same in all programs of a graph.
+    calls: of ops on the values of ranks' programs, which are much the same in all programs of a graph. facts: of
+    `known`.
 
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
@@ -82,6 +85,17 @@ class JointGraph:
     in_flight: int = 1
     head_pieces: int = 1
     calls: FakeCalls = field(default_factory=FakeCalls, repr=False, compare=False)
+    facts: dict[Hashable, tuple[tuple[object, ...], Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def known(self, name: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute` says of this graph, once: for the many plans of a graph that no pass changes any more."""
+        asked = self.module, self.inputs, self.outputs, self.pieces
+        given, found = self.facts.get(name, ((), None))
+        if len(given) < len(asked) or any(one is not two for one, two in zip(given, asked, strict=True)):
+            self.facts[name] = asked, (found := compute())
+        return found  # type: ignore[return-value]
 
     @property
     def graph(self) -> fx.Graph:
