@@ -16,6 +16,7 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
+from passes.ir.torch_dispatch import copied_node
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout, Span
 from passes.lower.arrivals import Arrival
@@ -90,9 +91,9 @@ class _Written:
     def again(self, graph: fx.Graph, operands: Sequence[fx.Node], meta: Mapping[str, Any]) -> Any:
         new = dict(zip(self.operands, operands, strict=True))
         for node, said in self.nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
-            new[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-            new[node].meta = {**meta, **said}
+            copy = new[node] = copied_node(graph, node, new.__getitem__, named=False)
+            copy.meta.update(meta)
+            copy.meta.update(said)
         return map_arg(self.result, new.__getitem__)
 
 
@@ -141,8 +142,8 @@ class _Writer:
         layout = self.assignment[node.name].results[0]
         shape = layout.local_shape(value.shape, self.mesh, self.rank)
         local.meta = _meta(node)
-        with fake_mode_of(value):
-            local.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        kind = {"dtype": value.dtype, "device": value.device}
+        local.meta["val"] = self.calls(torch.empty, (shape,), kind, fake_mode_of(value))
         return local
 
     def _output(self, node: fx.Node) -> None:

@@ -182,7 +182,6 @@ def extract(
     for node in ops:
         new[node] = copied_node(graph, node, new.__getitem__)
     graph.output(tuple(None if node is None else new[node] for node in results))
-    graph.lint()
     return lazy_module(graph)
 
 

@@ -22,18 +22,25 @@ from passes.predict.in_place import in_place
 from passes.predict.memory_kinds import Kind, kind_of_op, made_by
 from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.workspaces import NONE, Workspaces
-from passes.strategies.traffic import TrafficModel, last_runs
+from passes.strategies.traffic import OpTraffic, TrafficModel, last_runs
+
+Flows = Mapping[fx.Node, OpTraffic]
 
 
 def memory_walk(
-    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, workspaces: Workspaces = NONE
+    phases: Phases,
+    traffic: TrafficModel,
+    optimizer: Optimizer = ADAMW,
+    workspaces: Workspaces = NONE,
+    flows: Flows | None = None,
 ) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
     stored. optimizer: its states of every parameter that gets a gradient. workspaces: of ops and collectives.
+    flows: what `traffic` says of some ops, where that is known.
     """
-    steps, values = program_values(phases, traffic, 1, workspaces=workspaces)
+    steps, values = program_values(phases, traffic, 1, workspaces=workspaces, flows=flows)
     ends = () if phases.backward is None else phases.backward.gradients
     # A part of a step says nothing of its inputs, which another part has made.
     placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
@@ -48,19 +55,20 @@ def program_values(
     phase: str = "forward",
     *,
     workspaces: Workspaces = NONE,
+    flows: Flows | None = None,
 ) -> tuple[list[tuple[str, str]], list[LiveValue]]:
     """Steps of a program that begins with step `first`, and what is alive in them, but for what the caller holds.
 
     phase: which its forward is said to be.
     """
-    forward = _Phase(phases.forward, traffic, first, workspaces=workspaces)
+    forward = _Phase(phases.forward, traffic, first, workspaces=workspaces, flows=flows)
     steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
         return steps, list(forward.values({}))
     saved, tangents = _saved(phases, phases.backward), _tangents(phases.backward)
     outside = saved | {node: (node, 0) for node, _ in tangents}
     names = {node.name for node in forward.ops}
-    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, workspaces)
+    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, workspaces, flows)
     steps += [("backward", node.name) for node in backward.ops]
     kept: dict[Owner, tuple[Kind, str]] = dict.fromkeys(saved.values(), ("kept", ""))
     given: Told = {(node, 0): ("inputs", name) for node, name in tangents}
@@ -101,12 +109,14 @@ class _Phase:
         outside: Mapping[fx.Node, Owner] | None = None,
         forward: Set[str] = frozenset(),
         workspaces: Workspaces = NONE,
+        flows: Flows | None = None,
     ) -> None:
+        known = flows or {}
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
         self._place = {node: step for step, node in enumerate(self.ops, first)}
         self._workspaces = workspaces
         self._first, self._outside, self._forward = first, outside or {}, forward
-        self._flows = {node: traffic(node) for node in self.ops}
+        self._flows = {node: known.get(node) or traffic(node) for node in self.ops}
         self._owners: dict[fx.Node, Owner] = {}
         self._end = first + len(self.ops) - 1
         self._shared = in_place(self.ops, traffic)

@@ -105,7 +105,8 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces_of(prices, axes_of))
+    workspaces = workspaces_of(prices, axes_of)
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces, step.flows)
     return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
 
 

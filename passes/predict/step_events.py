@@ -13,6 +13,7 @@ from cost_model.timeline import Event
 from passes.ir.op_traits import is_collective, is_view, storage_root
 from passes.predict.in_place import copied_share
 from passes.strategies.prices import Prices, local_seconds
+from passes.strategies.traffic import OpTraffic
 
 Axes = tuple[str, ...]
 AxesOf = Callable[[str], Axes]
@@ -64,6 +65,8 @@ class StepEvents:
     """(phase, number of events when it was complete)."""
     late: dict[int, int] = field(default_factory=dict)
     """Position of a collective -> of the wait for it, if that stands for late ranks: a computing event of as long."""
+    flows: dict[fx.Node, OpTraffic] = field(default_factory=dict)
+    """Of the ops priced."""
     _last_kernel: tuple[int, ...] = ()
     _computed: float = 0.0
     _met: float = 0.0
@@ -87,7 +90,7 @@ class StepEvents:
                 (started,) = node.all_input_nodes
                 self._wait(node.name, issued.get(started))
             elif node not in paid:
-                flow = self.prices.traffic(node)
+                flow = self.flows[node] = self.prices.traffic(node)
                 seconds = local_seconds(node, flow, self.prices.compute)
                 seconds *= copied_share(node, self.prices.traffic)
                 if seconds > 0.0:

@@ -72,7 +72,6 @@ class Bucket(RankPass):
         ]
         if merged:
             _sort(module.graph, {node: _ready(node, place) for node in merged})
-            module.graph.lint()
             module.recompile()
         return module
 
