@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
+from passes.ir.torch_dispatch import input_nodes
 
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
@@ -214,7 +215,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(input_nodes(node))
     return found
 
 
@@ -222,7 +223,7 @@ def dependents(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.N
     """`sources`, and all of `nodes`, which are in the graph's order, that are computed from them."""
     found = set(sources)
     for node in nodes:
-        if any(operand in found for operand in node.all_input_nodes):
+        if any(operand in found for operand in input_nodes(node)):
             found.add(node)
     return found
 

@@ -74,7 +74,10 @@ _REDUCTION_RATIO = 4
 
 def op_kind(node: fx.Node) -> OpKind | None:
     """The kind of an op of the graph; None of a placeholder or the output."""
-    return _said(node.target)[1] if node.op == "call_function" else None
+    if node.op != "call_function":
+        return None
+    found = _SAID.get(id(node.target))
+    return _said(node.target)[1] if found is None else found[1]
 
 
 def op_name(node: fx.Node) -> str:

@@ -9,12 +9,16 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.fx.node import map_arg
 
 from passes.ir.torch_tracing import replaced_attribute
+
+input_nodes: Callable[[torch.fx.Node], Mapping[torch.fx.Node, None]] = attrgetter("_input_nodes")
+"""`all_input_nodes` as the node has them, for loops over whole graphs. Since 1.8."""
 
 
 def copied_node(

@@ -13,7 +13,7 @@ from passes.ir.joint import GraphInput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
-from passes.ir.torch_dispatch import copied_node
+from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.phases import Backward, exchanges, unaliased
 
 _aten = torch.ops.aten
@@ -102,7 +102,7 @@ class _Folder:
         self.made[node] = None if node in self.missing else new
 
     def _op(self, node: fx.Node) -> None:
-        tangents = [n for n in node.all_input_nodes if n in self.dependent]
+        tangents = [n for n in input_nodes(node) if n in self.dependent]
         zeros = [n for n in tangents if self.made[n] is None]
         if reads_shape_only(node):  # not linear in a tangent, so never folded
             self._copy(node)

@@ -14,7 +14,7 @@ from passes.ir.joint import GraphInput, GraphOutput, ancestors, node_value, resu
 from passes.ir.op_traits import is_cheap, is_collective, is_view
 from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
-from passes.ir.torch_dispatch import copied_node
+from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.recompute import choose_saved
 from passes.states.compute_again import runs_again
 
@@ -141,7 +141,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
     for node in joint.ops:
         if node in forward or node not in needed:
             continue
-        operands = node.all_input_nodes
+        operands = input_nodes(node)
         if any(n in dependent for n in operands):
             dependent.add(node)
         if any(n in late for n in operands) or not is_cheap(node) or node in results or runs_again(node):
@@ -155,7 +155,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
 def _backward(
     joint: _Joint, leaves: list[fx.Node], positions: dict[fx.Node, int], ops: list[fx.Node]
 ) -> Backward:
-    read = {n for op in ops for n in op.all_input_nodes} | {n for n in joint.gradients if n is not None}
+    read = {n for op in ops for n in input_nodes(op)} | {n for n in joint.gradients if n is not None}
     passed = [i for i, node in enumerate(leaves) if node in read]
     saved = [node for node in positions if node in read]
     tangents = [(node, spec) for node, spec in joint.placeholders if spec.kind == "tangent"]

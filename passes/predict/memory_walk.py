@@ -16,6 +16,7 @@ from torch import fx
 from cost_model.memory import ADAMW, Optimizer
 from passes.ir.joint import GraphInput, node_value, node_values, result_index
 from passes.ir.op_traits import is_collective, is_view
+from passes.ir.torch_dispatch import input_nodes
 from passes.lower.phases import Backward, Phases
 from passes.plan.describe import short_dtype
 from passes.predict.in_place import in_place
@@ -88,7 +89,7 @@ def _owner(node: fx.Node) -> Owner:
         producer, index = result_index(node)
         if producer is not node:
             return producer, index
-        if is_view(node) or (is_collective(node) and any(is_collective(n) for n in node.all_input_nodes)):
+        if is_view(node) or (is_collective(node) and any(is_collective(n) for n in input_nodes(node))):
             node = node.all_input_nodes[0]
         else:
             return node, 0
@@ -124,11 +125,11 @@ class _Phase:
         self._last: dict[Owner, int] = {}
         runs = last_runs(self._place, self._flows.__getitem__)
         for step, node in enumerate(self.ops, first):
-            for operand in node.all_input_nodes:
+            for operand in input_nodes(node):
                 self._read(operand, step - 1 if node in reduced else step, runs[node])
                 # A wait: what was sent may be freed now.
                 if is_collective(operand) and operand not in reduced:
-                    for sent in operand.all_input_nodes:
+                    for sent in input_nodes(operand):
                         self._read(sent, step)
         for node in module.graph.output_node().all_input_nodes:
             self._read(node, self._end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -63,9 +63,12 @@ class Bucket(RankPass):
     ensures = (MERGED,)
     keeps = (COMPUTING,)
 
+    calls: FakeCalls | None = field(default=None, repr=False, compare=False)
+    """Of the values of the graph, where there are more such graphs."""
+
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         place = {node: i for i, node in enumerate(module.graph.nodes)}
-        calls = FakeCalls()
+        calls = self.calls or FakeCalls()
         merged = [
             _merge(module.graph, sorted(nodes, key=_transfer), max(nodes, key=place.__getitem__), calls)
             for nodes in _buckets(module.graph)
