@@ -42,6 +42,9 @@ class FakeCalls:
 _MISSING = object()
 
 
+_PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype})
+
+
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
@@ -53,12 +56,15 @@ def _whole_look(tensor: torch.Tensor) -> Hashable:
 def looks(argument: Any, of_tensor: Callable[[torch.Tensor], Hashable] = _whole_look) -> Hashable:
     """An op's arguments with every tensor, a node's value too, exchanged for what `of_tensor` says, and every other
     value beside its type."""
-    if isinstance(argument, fx.Node):
+    kind = type(argument)
+    if kind in _PLAIN:
+        return kind, argument
+    if kind is fx.Node:
         argument = argument.meta["val"]
     if isinstance(argument, torch.Tensor):
         return of_tensor(argument)
     if isinstance(argument, (tuple, list)):
-        return type(argument).__name__, *(looks(item, of_tensor) for item in argument)
+        return type(argument).__name__, *[looks(item, of_tensor) for item in argument]
     if isinstance(argument, dict):
         return tuple((key, looks(item, of_tensor)) for key, item in argument.items())
     return type(argument), argument

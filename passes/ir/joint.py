@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx
 
+from passes.ir.fake_calls import FakeCalls
+from passes.ir.torch_dispatch import input_nodes
+
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
+
+T = TypeVar("T")
 
 InputKind = Literal["param", "buffer", "constant", "input", "tangent", "seed"]
 OutputKind = Literal["output", "grad", "buffer"]
@@ -64,6 +69,9 @@ class JointGraph:
 
     head_pieces: into how many parts over tokens head and loss are written (`passes.micro_batches.cut_head`).
 
+    calls: of ops on the values of ranks' programs, which are much the same in all programs of a graph. facts: of
+    `known`.
+
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
     """
@@ -77,6 +85,18 @@ class JointGraph:
     others: tuple[JointGraph, ...] = ()
     in_flight: int = 1
     head_pieces: int = 1
+    calls: FakeCalls = field(default_factory=FakeCalls, repr=False, compare=False)
+    facts: dict[Hashable, tuple[tuple[object, ...], Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def known(self, name: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute` says of this graph, once: for the many plans of a graph that no pass changes any more."""
+        asked = self.module, self.inputs, self.outputs, self.pieces
+        given, found = self.facts.get(name, ((), None))
+        if len(given) < len(asked) or any(one is not two for one, two in zip(given, asked, strict=True)):
+            self.facts[name] = asked, (found := compute())
+        return found  # type: ignore[return-value]
 
     @property
     def graph(self) -> fx.Graph:
@@ -113,8 +133,17 @@ def repeats(node: fx.Node) -> int:
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The nodes among `node`'s args and kwargs in order of appearance, repeats included."""
     found: list[fx.Node] = []
-    _collect((node.args, node.kwargs), found)
+    for argument in node.args:
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, _NESTED):
+            _collect(argument, found)
+    if node.kwargs:
+        _collect(node.kwargs, found)
     return found
+
+
+_NESTED = (tuple, list, dict)
 
 
 def map_operands(node: fx.Node, new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -186,7 +215,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(input_nodes(node))
     return found
 
 
@@ -194,7 +223,7 @@ def dependents(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.N
     """`sources`, and all of `nodes`, which are in the graph's order, that are computed from them."""
     found = set(sources)
     for node in nodes:
-        if any(operand in found for operand in node.all_input_nodes):
+        if any(operand in found for operand in input_nodes(node)):
             found.add(node)
     return found
 

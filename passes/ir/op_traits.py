@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -75,12 +74,31 @@ _REDUCTION_RATIO = 4
 
 def op_kind(node: fx.Node) -> OpKind | None:
     """The kind of an op of the graph; None of a placeholder or the output."""
-    return _kind_of(node.target) if node.op == "call_function" else None
+    if node.op != "call_function":
+        return None
+    found = _SAID.get(id(node.target))
+    return _said(node.target)[1] if found is None else found[1]
 
 
-@cache
-def _kind_of(target: Any) -> OpKind:
-    full = str(target)
+def op_name(node: fx.Node) -> str:
+    """ "aten.add.Tensor"; "" of a placeholder or the output."""
+    return _said(node.target)[2] if node.op == "call_function" else ""
+
+
+def _said(target: Any) -> tuple[Any, OpKind, str]:
+    """An op, its kind and its name. Planning asks millions of times: torch hashes and prints an op slowly."""
+    found = _SAID.get(id(target))
+    if found is None:
+        name = str(target)
+        found = _SAID[id(target)] = target, _kind_of(target, name), name
+    return found
+
+
+_SAID: dict[int, tuple[Any, OpKind, str]] = {}
+"""By the id of an op, which it keeps."""
+
+
+def _kind_of(target: Any, full: str) -> OpKind:
     name = full.rpartition(".")[0]
     if target is operator.getitem or name in _VIEWS or getattr(target, "is_view", False):
         return "view"
@@ -151,17 +169,17 @@ def is_use(node: fx.Node) -> bool:
 
 def is_either(node: fx.Node) -> bool:
     """`autoshard::either`: a value as it was kept, or as it was computed again (`passes.states.offers`)."""
-    return str(node.target) == "autoshard.either.default"
+    return op_name(node) == "autoshard.either.default"
 
 
 def is_piece(node: fx.Node) -> bool:
     """`autoshard::piece`: the part of a tensor that one piece of a batch reads."""
-    return str(node.target) == "autoshard.piece.default"
+    return op_name(node) == "autoshard.piece.default"
 
 
 def is_collect(node: fx.Node) -> bool:
     """`autoshard::collect`: what one piece of a batch adds to the whole."""
-    return str(node.target) == "autoshard.collect.default"
+    return op_name(node) == "autoshard.collect.default"
 
 
 def read_repeats(node: fx.Node, operand: fx.Node) -> int:
@@ -207,8 +225,10 @@ def draws(node: fx.Node) -> bool:
 
 def reads_shape_only(node: fx.Node) -> bool:
     """Creations after the likeness of an operand: `zeros_like`, `new_full`. None of its elements is read."""
-    name = str(node.target)
-    return op_kind(node) == "creation" and ("_like." in name or ".new_" in name)
+    if op_kind(node) != "creation":
+        return False
+    name = op_name(node)
+    return "_like." in name or ".new_" in name
 
 
 def is_whole_view(node: fx.Node) -> bool:
@@ -229,8 +249,10 @@ def alias_chain(node: fx.Node) -> Iterator[fx.Node]:
 
 def storage_root(node: fx.Node) -> fx.Node:
     """The node at the end of `alias_chain`: the owner of the storage."""
-    *_, root = alias_chain(node)
-    return root
+    while is_view(node):
+        producer, _ = result_index(node)
+        node = producer if producer is not node else node.all_input_nodes[0]
+    return node
 
 
 _ROUNDED = _names(
@@ -250,7 +272,7 @@ _ROUNDED = _names(
 
 def rounds(node: fx.Node) -> bool:
     """Products and other ops that round. Others select, move or compare: their results stay equal to what they got."""
-    return is_product(node) or str(node.target).rpartition(".")[0] in _ROUNDED
+    return is_product(node) or op_name(node).rpartition(".")[0] in _ROUNDED
 
 
 def numel(node: fx.Node) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 
 from cost_model.measurements import KernelKind
 from passes.ir.joint import node_value, tensor_operands
-from passes.ir.op_traits import fuses, reads_shape_only
+from passes.ir.op_traits import fuses, op_name, reads_shape_only
 from passes.rules.windowed.windowed import per_dim
 
 _aten = torch.ops.aten
@@ -40,7 +41,7 @@ def reads_values(node: fx.Node) -> tuple[bool, ...]:
     if node.target is _aten.convolution_backward.default:
         of_input, *of_others = (bool(wanted) for wanted in cast(Sequence[bool], node.args[10]))
         return (True, any(of_others), of_input)
-    name = str(node.target).removesuffix(".default")
+    name = op_name(node).removesuffix(".default")
     if name.endswith("_backward") and name.startswith(_SHAPE_OF_INPUT):
         return tuple(position != 1 for position in range(count))
     return (True,) * count
@@ -110,6 +111,7 @@ def _convolution_kind(
     return "narrow_convolution" if min(shape[0] // groups, shape[1]) < _NARROW else "convolution"
 
 
+@cache
 def _attentions() -> tuple[object, ...]:
     names = ("attention", "neighborhood_attention")
     ops = torch.ops.autoshard

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.joint import JointGraph, ancestors, dependents
+from passes.ir.torch_dispatch import input_nodes
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def on_demand(roots: Iterable[fx.Node], available: AbstractSet[fx.Node] = frozen
     for root in roots:
         stack = [root]
         while stack:
-            missing = [n for n in stack[-1].all_input_nodes if unmet(n)] if unmet(stack[-1]) else []
+            missing = [n for n in input_nodes(stack[-1]) if unmet(n)] if unmet(stack[-1]) else []
             if missing:
                 stack.extend(reversed(missing))
             elif unmet(node := stack.pop()):

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from passes.ir.joint import JointGraph
 from passes.ir.torch_compat import fake_mode_of, lazy_module
+from passes.ir.torch_dispatch import copied_node
 
 INHERITED = ("phase", "module", "source", "checkpoint", "saved", "runs", "repeats")
 
@@ -125,7 +126,7 @@ def duplicate_module(module: fx.GraphModule, name: str = "GraphModule") -> fx.Gr
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = copied_node(graph, node, new.__getitem__)
         assert new[node].name == node.name, (new[node], node)
     return lazy_module(graph, name)
 

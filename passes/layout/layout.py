@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -186,11 +186,13 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
         halo = self.halos[dim]
         if halo is not None:
             return halo.spans[index]
-        return spans_of(self.split_sizes(shape, mesh, dim))[index]
+        explicit = self.sizes[dim]
+        if explicit is not None:
+            return spans_of(explicit)[index]
+        return nested_spans(shape[dim], tuple(mesh.size(a) for a in self.dims[dim]))[index]
 
     def local_shape(self, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[int, ...]:
-        spans = (self.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
-        return tuple(hi - lo for lo, hi in spans)
+        return _local_shape(self, tuple(shape), mesh, rank)
 
     def max_local_shape(self, shape: Sequence[int], mesh: MeshSpec) -> tuple[int, ...]:
         """Largest shard of each dim: the shape that prices and memory are counted for."""
@@ -210,6 +212,13 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         splits = ", ".join("".join(f"@{a}" for a in axes) or "-" for axes in self.dims)
         return f"[{splits}]" + "".join(f"+{axis}:{op}" for axis, op in self.partial)
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: MeshSpec, rank: int) -> tuple[int, ...]:
+    """Programs of equal layers ask for the same again and again."""
+    spans = (layout.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
+    return tuple(hi - lo for lo, hi in spans)
 
 
 def _is_partition(spans: Sequence[Span], length: int) -> bool:

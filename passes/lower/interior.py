@@ -31,7 +31,7 @@ from passes.layout.layout import Span
 from passes.plan.transfers import Transfer
 from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.core.rule import LocalContext, OpRule
-from passes.strategies.cuts import ops_of
+from passes.rules.core.rule_registry import rules_of
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def possible_interiors(
     steps: Mapping[Transfer, Sequence[Step]],
 ) -> Iterator[PossibleInterior]:
     """Every op for which an interior is legal."""
-    for node, every in ops_of(joint):
+    for node, every in rules_of(joint).items():
         layouts = assignment[node.name]
         rule = every.splitting(split.factor for split in layouts.splits)
         if not rule.windows or not any(layout.has_halo for layout in layouts.operands):

@@ -13,7 +13,8 @@ from passes.ir.joint import GraphInput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
-from passes.lower.phases import Backward, exchanges, extract, unaliased
+from passes.ir.torch_dispatch import copied_node, input_nodes
+from passes.lower.phases import Backward, exchanges, unaliased
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -101,7 +102,7 @@ class _Folder:
         self.made[node] = None if node in self.missing else new
 
     def _op(self, node: fx.Node) -> None:
-        tangents = [n for n in node.all_input_nodes if n in self.dependent]
+        tangents = [n for n in input_nodes(node) if n in self.dependent]
         zeros = [n for n in tangents if self.made[n] is None]
         if reads_shape_only(node):  # not linear in a tangent, so never folded
             self._copy(node)
@@ -130,7 +131,7 @@ class _Folder:
         return True
 
     def _copy(self, node: fx.Node) -> None:
-        self.made[node] = self.graph.node_copy(node, self._operand)
+        self.made[node] = copied_node(self.graph, node, self._operand)
 
     def _operand(self, node: fx.Node) -> fx.Node:
         """The new node of `node`, a tensor of zeros where it must exist after all."""
@@ -152,19 +153,21 @@ class _Folder:
 
 def _finished(old: Backward, folder: _Folder, missing: Set[int]) -> Backward:
     """The folded backward, which takes only what it still reads."""
-    results = unaliased(folder.results, set())
-    nodes = list(folder.graph.nodes)
-    read = ancestors(n for n in [*results, *exchanges(nodes, 1)] if n is not None)
-    new = [n for n in folder.graph.nodes if n.op == "placeholder"]
+    graph, results = folder.graph, unaliased(folder.results, set())
+    read = ancestors(n for n in [*results, *exchanges(graph.nodes, 1)] if n is not None)
+    new = [n for n in graph.nodes if n.op == "placeholder"]
     n_passed, n_saved = len(old.passed), len(old.saved)
-    passed = [(n, p) for n, p in zip(new, old.passed, strict=False) if n in read]
-    saved = [(n, s) for n, s in zip(new[n_passed:], old.saved, strict=False) if n in read]
-    inputs = [*(n for n, _ in passed), *(n for n, _ in saved), *new[n_passed + n_saved :]]
-    ops = [n for n in folder.graph.nodes if n.op == "call_function" and n in read]
+    given = new[: n_passed + n_saved]
+    passed = tuple(p for n, p in zip(given, old.passed, strict=False) if n in read)
+    saved = tuple(s for n, s in zip(given[n_passed:], old.saved, strict=True) if n in read)
+    graph.output(tuple(results))
+    for node in [*given, *(n for n in graph.nodes if n.op == "call_function")][::-1]:
+        if node not in read:
+            graph.erase_node(node)
     return Backward(
-        module=extract(inputs, ops, results),
-        passed=tuple(p for _, p in passed),
-        saved=tuple(s for _, s in saved),
+        module=lazy_module(graph),
+        passed=passed,
+        saved=saved,
         tangents=tuple(t for t in old.tangents if t.index not in missing),
         gradients=old.gradients,
     )

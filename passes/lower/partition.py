@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from cost_model.mesh import MeshSpec
 from passes.ir.collector import collector_paused
@@ -15,6 +16,7 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
+from passes.ir.torch_dispatch import copied_node
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout, Span
 from passes.lower.arrivals import Arrival
@@ -24,7 +26,7 @@ from passes.lower.served import Served
 from passes.plan.transfers import LoweringPlan, Transfer
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
-from passes.rules.core.rule_registry import rule_for
+from passes.rules.core.rule_registry import rules_of
 from passes.schedule.later_steps import later_places
 
 
@@ -69,10 +71,30 @@ def partition(
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
     later = later_places(joint, assignment, lowering.steps, lowering.turns)
-    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint), later)
+    writer = _Writer(
+        assignment, mesh, rank, groups, lowering, Served.of(joint), later, joint.calls, rules_of(joint)
+    )
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """same: what decided it, whose ids stay their own. nodes: with what they say beside their writer's meta."""
+
+    same: tuple[Any, ...]
+    operands: Sequence[fx.Node]
+    nodes: Sequence[tuple[fx.Node, Mapping[str, Any]]]
+    result: Any
+
+    def again(self, graph: fx.Graph, operands: Sequence[fx.Node], meta: Mapping[str, Any]) -> Any:
+        new = dict(zip(self.operands, operands, strict=True))
+        for node, said in self.nodes:
+            copy = new[node] = copied_node(graph, node, new.__getitem__, named=False)
+            copy.meta.update(meta)
+            copy.meta.update(said)
+        return map_arg(self.result, new.__getitem__)
 
 
 @dataclass
@@ -84,12 +106,14 @@ class _Writer:
     lowering: LoweringPlan
     served: Served
     later: Mapping[Transfer, tuple[int, ...]]
+    calls: FakeCalls
+    rules: Mapping[fx.Node, OpRule]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
     arrivals: dict[Transfer, Arrival] = field(default_factory=dict)
+    written: dict[Hashable, _Written] = field(default_factory=dict)
 
     def write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -118,8 +142,8 @@ class _Writer:
         layout = self.assignment[node.name].results[0]
         shape = layout.local_shape(value.shape, self.mesh, self.rank)
         local.meta = _meta(node)
-        with fake_mode_of(value):
-            local.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        kind = {"dtype": value.dtype, "device": value.device}
+        local.meta["val"] = self.calls(torch.empty, (shape,), kind, fake_mode_of(value))
         return local
 
     def _output(self, node: fx.Node) -> None:
@@ -140,16 +164,42 @@ class _Writer:
         operands = self._operands(node)
         args, kwargs = map_operands(node, operands)
         layouts = self.assignment[node.name]
-        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
+        every = self.rules[node]
+        rule = every.splitting(split.factor for split in layouts.splits)
         context = OpOnRank(self._emit, self.mesh, self.rank, node, args, kwargs, rule, layouts)
         interiors = self.lowering.interiors
         if node.name in interiors:
             parts = self._in_parts(context, rule, interiors[node.name], operands)
             if parts is not None:
                 return parts
-        if rule.localize is not None:
-            return rule.localize(context)
-        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        call = lambda: context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        write = call if rule.localize is None else lambda: rule.localize(context)  # type: ignore[misc]
+        return self._alike((every, layouts), (), operands, _meta(node), write)
+
+    def _alike(
+        self,
+        same: tuple[Any, ...],
+        shape: Sequence[int],
+        operands: Sequence[fx.Node],
+        meta: dict[str, Any],
+        write: Callable[[], Any],
+    ) -> Any:
+        """What `write` emits, but as it was emitted before for the same objects and operands that look alike: layers
+        are. meta: of all that is emitted, beside what the op or the transfer says of its nodes."""
+        places = tuple(operands.index(operand) for operand in operands)
+        key = (*map(id, same), *(id(operand.meta["val"]) for operand in operands), places, tuple(shape))
+        if key in self.written:
+            return self.written[key].again(self.graph, operands, meta)
+        last = last_node(self.graph) if self.local else None
+        result = write()
+        if last is not None:
+            nodes: list[fx.Node] = []
+            while (last := last.next).op == "call_function":
+                nodes.append(last)
+            if {n for node in nodes for n in node.all_input_nodes} <= {*operands, *nodes}:
+                said = [{name: value for name, value in n.meta.items() if name not in meta} for n in nodes]
+                self.written[key] = _Written(same, operands, list(zip(nodes, said, strict=True)), result)
+        return result
 
     def _in_parts(self, context: OpOnRank, rule: OpRule, factor: str, operands: list[fx.Node]) -> Any:
         """The interior first, and what arrives after it; None if this rank has no interior, or the halo is read
@@ -199,7 +249,8 @@ class _Writer:
         self.transfers.append(transfer)
         shape, mesh, groups = value.shape, self.mesh, self.groups
         last = last_node(self.graph)
-        moved = emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
+        write = lambda: emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
+        moved = self._alike((steps,), shape, [local], meta, write)
         spans = [held.interval(shape, mesh, d, self.rank) for d in range(len(shape))]
         self.arrivals[transfer] = Arrival(local, spans, last.next, meta["transfer"])
         return moved

@@ -14,6 +14,7 @@ from passes.ir.joint import GraphInput, GraphOutput, ancestors, node_value, resu
 from passes.ir.op_traits import is_cheap, is_collective, is_view
 from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
+from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.recompute import choose_saved
 from passes.states.compute_again import runs_again
 
@@ -87,8 +88,11 @@ class _Joint:
         self, module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
     ) -> None:
         self.graph = fx.Graph()
-        returned = self.graph.graph_copy(module.graph, {}) or ()
-        assert isinstance(returned, tuple) and len(returned) == len(outputs)
+        new: dict[fx.Node, fx.Node] = {}
+        *given, output = module.graph.nodes
+        for node in given:
+            new[node] = copied_node(self.graph, node, new.__getitem__)
+        returned = [None if node is None else new[node] for node in output.args[0]]  # type: ignore[union-attr]
         nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.inputs = tuple(inputs)
         self.placeholders = list(zip(nodes, inputs, strict=True))
@@ -137,7 +141,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
     for node in joint.ops:
         if node in forward or node not in needed:
             continue
-        operands = node.all_input_nodes
+        operands = input_nodes(node)
         if any(n in dependent for n in operands):
             dependent.add(node)
         if any(n in late for n in operands) or not is_cheap(node) or node in results or runs_again(node):
@@ -151,7 +155,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
 def _backward(
     joint: _Joint, leaves: list[fx.Node], positions: dict[fx.Node, int], ops: list[fx.Node]
 ) -> Backward:
-    read = {n for op in ops for n in op.all_input_nodes} | {n for n in joint.gradients if n is not None}
+    read = {n for op in ops for n in input_nodes(op)} | {n for n in joint.gradients if n is not None}
     passed = [i for i, node in enumerate(leaves) if node in read]
     saved = [node for node in positions if node in read]
     tangents = [(node, spec) for node, spec in joint.placeholders if spec.kind == "tangent"]
@@ -176,9 +180,8 @@ def extract(
         new[node] = graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
     for node in ops:
-        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node] = copied_node(graph, node, new.__getitem__)
     graph.output(tuple(None if node is None else new[node] for node in results))
-    graph.lint()
     return lazy_module(graph)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import lru_cache
 
 import networkx as nx
 import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
-from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel
+from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel, op_name
 
 
 def choose_saved(
@@ -33,23 +34,74 @@ def choose_saved(
     values, through cheap ops) or in the cut. The cut nearest the backward wins a tie:
     fewest ops run again, and the same answer on every run.
     """
+    place = {node: i for i, node in enumerate(candidates)}
+    kept = [
+        node in forward and (node in pinned or not _is_free_to_repeat(node, backward)) for node in candidates
+    ]
+    # What a kept value is computed from is there in the forward, whichever way the cut goes.
+    readers = [
+        [place[user] for user in node.users if user in place and not kept[place[user]]] for node in candidates
+    ]
+    saved: list[int] = []
+    for group in _connected(readers):
+        local = {i: number for number, i in enumerate(group)}
+        ops = tuple(
+            (
+                1 if candidates[i] in returned else _bytes_saved(candidates[i]),
+                kept[i],
+                any(user in backward for user in candidates[i].users),
+                tuple(local[reader] for reader in readers[i]),
+            )
+            for i in group
+        )
+        saved += [group[number] for number in _cut(ops)]
+    return [candidates[i] for i in sorted(saved)]
+
+
+def _connected(readers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The parts of a network that no edge connects, each in order."""
+    beside: list[list[int]] = [list(each) for each in readers]
+    for i, each in enumerate(readers):
+        for reader in each:
+            beside[reader].append(i)
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for first in range(len(beside)):
+        if first not in seen:
+            seen.add(first)
+            group = [first]
+            for i in group:  # which grows meanwhile
+                new = [other for other in beside[i] if other not in seen]
+                seen.update(new)
+                group += dict.fromkeys(new)
+            found.append(sorted(group))
+    return found
+
+
+_Op = tuple[int | None, bool, bool, tuple[int, ...]]
+"""What saving it costs, if it can be; whether the forward computes it for good; whether an op of the backward reads it;
+and which others of its network do."""
+
+
+@lru_cache(maxsize=1024)
+def _cut(ops: tuple[_Op, ...]) -> tuple[int, ...]:
+    """Which ops to save; found once for equal layers."""
+    if not any(kept for _, kept, _, _ in ops) or not any(read for _, _, read, _ in ops):
+        return ()
     network = nx.DiGraph()
     network.add_nodes_from(("source", "sink"))
-    members = set(candidates)
-    for node in candidates:
-        capacity = 1 if node in returned else _bytes_saved(node)
+    for i, (capacity, kept, read, readers) in enumerate(ops):
         limits = {} if capacity is None else {"capacity": capacity}
-        network.add_edge((node.name, "in"), (node.name, "out"), **limits)
-        if node in forward and (node in pinned or not _is_free_to_repeat(node, backward)):
-            network.add_edge("source", (node.name, "in"))
-        for user in node.users:
-            if user in members:
-                network.add_edge((node.name, "out"), (user.name, "in"))
-            elif user in backward:
-                network.add_edge((node.name, "out"), "sink")
+        network.add_edge((i, "in"), (i, "out"), **limits)
+        if kept:
+            network.add_edge("source", (i, "in"))
+        if read:
+            network.add_edge((i, "out"), "sink")
+        for reader in readers:
+            network.add_edge((i, "out"), (reader, "in"))
     # Of shallow networks with many ends this algorithm is the fastest; the cut nearest the sink is one, whichever runs.
     _, (near_source, _) = nx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
-    return [n for n in candidates if (n.name, "in") in near_source and (n.name, "out") not in near_source]
+    return tuple(i for i in range(len(ops)) if (i, "in") in near_source and (i, "out") not in near_source)
 
 
 def _is_free_to_repeat(node: fx.Node, backward: Set[fx.Node]) -> bool:
@@ -76,6 +128,6 @@ def _bytes_saved(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or is_whole_view(node):
         return None
-    if is_collective(node) and "wait_tensor" not in str(node.target):
+    if is_collective(node) and "wait_tensor" not in op_name(node):
         return None
     return (numel(node) * value.element_size() << 16) + 1

@@ -35,7 +35,9 @@ def chosen_steps(
 ) -> Moved:
     """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
     bring (`passes.schedule.hiding.hidden_reads`): such transfers share buckets, so their prices differ."""
-    ending = frozenset[Transfer]() if merged is None else hidden_reads(joint).ending
+    ending = frozenset[Transfer]()
+    if merged is not None:
+        ending = joint.known("hidden reads", lambda: hidden_reads(joint)).ending
     found: dict[Transfer, Redistribution] = {}
     for move in transfers(joint, assignment):
         value = node_value(move.operand)

@@ -85,7 +85,7 @@ def _late_transfers(joint: JointGraph, moves: Sequence[Move], forward: set[fx.No
 def by_segment(joint: JointGraph, moves: Sequence[Move]) -> list[tuple[Sequence[fx.Node], list[Move]]]:
     """Per part of a step in which transfers have an order of their own, in order, its ops and its transfers: those of
     the backward bring what only gradients depend on."""
-    parts = segments(joint)
+    parts = joint.known("segments", lambda: segments(joint))
     if joint.pieces == 1:
         late = _late_transfers(joint, moves, set(parts.forward))
         return [

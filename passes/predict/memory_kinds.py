@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from torch import fx
 
-from passes.ir.op_traits import is_collective, is_view
+from passes.ir.op_traits import is_collective, is_view, op_name
 from passes.predict.step_events import COLLECTIVE_KINDS
 from passes.states.compute_again import runs_again
 
@@ -38,5 +38,5 @@ def _only_sent(node: fx.Node) -> bool:
 def made_by(node: fx.Node) -> tuple[str, str]:
     """(name, op): whose value an op makes, a module's or a transfer's, and what it does."""
     name = str(node.meta.get("serves") or node.meta.get("module") or "")
-    op = COLLECTIVE_KINDS.get(node.target) or str(node.target).rpartition(".")[0]
+    op = (is_collective(node) and COLLECTIVE_KINDS.get(node.target)) or op_name(node).rpartition(".")[0]
     return name, op.removeprefix("aten.").removeprefix("autoshard.")

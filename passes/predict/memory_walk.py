@@ -16,24 +16,32 @@ from torch import fx
 from cost_model.memory import ADAMW, Optimizer
 from passes.ir.joint import GraphInput, node_value, node_values, result_index
 from passes.ir.op_traits import is_collective, is_view
+from passes.ir.torch_dispatch import input_nodes
 from passes.lower.phases import Backward, Phases
 from passes.plan.describe import short_dtype
 from passes.predict.in_place import in_place
 from passes.predict.memory_kinds import Kind, kind_of_op, made_by
 from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.workspaces import NONE, Workspaces
-from passes.strategies.traffic import TrafficModel, last_runs
+from passes.strategies.traffic import OpTraffic, TrafficModel, last_runs
+
+Flows = Mapping[fx.Node, OpTraffic]
 
 
 def memory_walk(
-    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, workspaces: Workspaces = NONE
+    phases: Phases,
+    traffic: TrafficModel,
+    optimizer: Optimizer = ADAMW,
+    workspaces: Workspaces = NONE,
+    flows: Flows | None = None,
 ) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
     stored. optimizer: its states of every parameter that gets a gradient. workspaces: of ops and collectives.
+    flows: what `traffic` says of some ops, where that is known.
     """
-    steps, values = program_values(phases, traffic, 1, workspaces=workspaces)
+    steps, values = program_values(phases, traffic, 1, workspaces=workspaces, flows=flows)
     ends = () if phases.backward is None else phases.backward.gradients
     # A part of a step says nothing of its inputs, which another part has made.
     placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
@@ -48,19 +56,20 @@ def program_values(
     phase: str = "forward",
     *,
     workspaces: Workspaces = NONE,
+    flows: Flows | None = None,
 ) -> tuple[list[tuple[str, str]], list[LiveValue]]:
     """Steps of a program that begins with step `first`, and what is alive in them, but for what the caller holds.
 
     phase: which its forward is said to be.
     """
-    forward = _Phase(phases.forward, traffic, first, workspaces=workspaces)
+    forward = _Phase(phases.forward, traffic, first, workspaces=workspaces, flows=flows)
     steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
         return steps, list(forward.values({}))
     saved, tangents = _saved(phases, phases.backward), _tangents(phases.backward)
     outside = saved | {node: (node, 0) for node, _ in tangents}
     names = {node.name for node in forward.ops}
-    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, workspaces)
+    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, workspaces, flows)
     steps += [("backward", node.name) for node in backward.ops]
     kept: dict[Owner, tuple[Kind, str]] = dict.fromkeys(saved.values(), ("kept", ""))
     given: Told = {(node, 0): ("inputs", name) for node, name in tangents}
@@ -80,7 +89,7 @@ def _owner(node: fx.Node) -> Owner:
         producer, index = result_index(node)
         if producer is not node:
             return producer, index
-        if is_view(node) or (is_collective(node) and any(is_collective(n) for n in node.all_input_nodes)):
+        if is_view(node) or (is_collective(node) and any(is_collective(n) for n in input_nodes(node))):
             node = node.all_input_nodes[0]
         else:
             return node, 0
@@ -101,22 +110,26 @@ class _Phase:
         outside: Mapping[fx.Node, Owner] | None = None,
         forward: Set[str] = frozenset(),
         workspaces: Workspaces = NONE,
+        flows: Flows | None = None,
     ) -> None:
+        known = flows or {}
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
         self._place = {node: step for step, node in enumerate(self.ops, first)}
         self._workspaces = workspaces
-        self._traffic, self._first, self._outside, self._forward = traffic, first, outside or {}, forward
+        self._first, self._outside, self._forward = first, outside or {}, forward
+        self._flows = {node: known.get(node) or traffic(node) for node in self.ops}
+        self._owners: dict[fx.Node, Owner] = {}
         self._end = first + len(self.ops) - 1
         self._shared = in_place(self.ops, traffic)
         reduced = self._shared.reduced
         self._last: dict[Owner, int] = {}
-        runs = last_runs(self._place, traffic)
+        runs = last_runs(self._place, self._flows.__getitem__)
         for step, node in enumerate(self.ops, first):
-            for operand in node.all_input_nodes:
+            for operand in input_nodes(node):
                 self._read(operand, step - 1 if node in reduced else step, runs[node])
                 # A wait: what was sent may be freed now.
                 if is_collective(operand) and operand not in reduced:
-                    for sent in operand.all_input_nodes:
+                    for sent in input_nodes(operand):
                         self._read(sent, step)
         for node in module.graph.output_node().all_input_nodes:
             self._read(node, self._end)
@@ -144,12 +157,18 @@ class _Phase:
                 yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)
 
     def _stored(self, node: fx.Node) -> bool:
-        own = _owner(node)[0] is node and node not in self._shared.written
-        return own and (is_collective(node) or self._traffic(node).writes)
+        own = self._owner(node)[0] is node and node not in self._shared.written
+        return own and (is_collective(node) or self._flows[node].writes)
+
+    def _owner(self, node: fx.Node) -> Owner:
+        found = self._owners.get(node)
+        if found is None:
+            found = self._owners[node] = _owner(node)
+        return found
 
     def _read(self, node: fx.Node, step: int, runs: int = 0) -> None:
         """runs: until when, of what the phase was given: compilers write results over what it made itself."""
-        owner = _owner(node)
+        owner = self._owner(node)
         if owner[0] in self._outside:
             owner, step = self._outside[owner[0]], max(step, runs)
         self._last[owner] = max(self._last.get(owner, step), step)

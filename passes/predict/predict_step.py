@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
@@ -42,18 +43,19 @@ def predicted_step(
     lowering: LoweringPlan,
     prices: Prices,
     *,
-    schedule: Schedule = scheduled,
+    schedule: Schedule | None = None,
 ) -> Prediction:
     """The step of the slowest rank: the program that runs, under `prices`.
 
-    lowering: of the plan, as `assignment` is. schedule: the order in which each phase runs.
+    lowering: of the plan, as `assignment` is. schedule: the order in which each phase runs; None: `scheduled`.
     """
     mesh = prices.mesh
     joint = replace(joint, device=CPU)  # it is never run
     groups = simulated_groups(mesh)
+    order = schedule or partial(scheduled, calls=joint.calls)
 
     def of_rank(rank: int) -> Prediction:
-        program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=schedule)
+        program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=order)
         eager = prices.traffic is eager_traffic
         of_phases = lambda phases: predict_phases(phases, prices, simulated_group_axes)
         if joint.pieces > 1:
@@ -105,7 +107,8 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces_of(prices, axes_of))
+    workspaces = workspaces_of(prices, axes_of)
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces, step.flows)
     return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
 
 

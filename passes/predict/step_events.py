@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from cost_model.timeline import Event
-from passes.ir.op_traits import is_view, storage_root
+from passes.ir.op_traits import is_collective, is_view, storage_root
 from passes.predict.in_place import copied_share
 from passes.strategies.prices import Prices, local_seconds
+from passes.strategies.traffic import OpTraffic
 
 Axes = tuple[str, ...]
 AxesOf = Callable[[str], Axes]
@@ -64,6 +65,8 @@ class StepEvents:
     """(phase, number of events when it was complete)."""
     late: dict[int, int] = field(default_factory=dict)
     """Position of a collective -> of the wait for it, if that stands for late ranks: a computing event of as long."""
+    flows: dict[fx.Node, OpTraffic] = field(default_factory=dict)
+    """Of the ops priced."""
     _last_kernel: tuple[int, ...] = ()
     _computed: float = 0.0
     _met: float = 0.0
@@ -81,13 +84,13 @@ class StepEvents:
         issued: dict[fx.Node, int] = {}
         paid = copies_of_collectives(module.graph)
         for node in nodes:
-            if node.target in COLLECTIVE_KINDS:
+            if is_collective(node) and node.target in COLLECTIVE_KINDS:
                 issued[node] = self._collective(node, phase)
             elif node.target is c10d.wait_tensor.default:
                 (started,) = node.all_input_nodes
                 self._wait(node.name, issued.get(started))
             elif node not in paid:
-                flow = self.prices.traffic(node)
+                flow = self.flows[node] = self.prices.traffic(node)
                 seconds = local_seconds(node, flow, self.prices.compute)
                 seconds *= copied_share(node, self.prices.traffic)
                 if seconds > 0.0:
@@ -170,7 +173,7 @@ def _sent(copy: fx.Node) -> fx.Node | None:
     node = copy
     while len(node.users) == 1:
         (node,) = node.users
-        if node.target in COLLECTIVE_KINDS:
+        if is_collective(node) and node.target in COLLECTIVE_KINDS:
             return node if node.meta.get("turn") == copy.meta["turn"] else None
         if not is_view(node):
             return None

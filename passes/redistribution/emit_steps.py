@@ -67,7 +67,7 @@ class Emitter:
         if value(x).is_complex():
             return self._complex_collective(target, x, shape, *args)
         x = self.contiguous(x)
-        result = value(x).new_empty(tuple(shape))
+        result = self.calls(aten.new_empty.default, (x, list(shape)), {})
         started = self.named(target, result, (x, *args), {})
         return self.named(c10d.wait_tensor.default, result, (started,), {})
 

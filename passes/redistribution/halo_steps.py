@@ -121,10 +121,9 @@ class HaloSite:
     def span(self, layout: Layout, dim: int, rank: int | None = None) -> Span:
         return layout.interval(self.shape, self.mesh, dim, self.rank if rank is None else rank)
 
-    def part_sizes(self, layout: Layout, dim: int) -> list[int]:
+    def part_sizes(self, layout: Layout, dim: int) -> tuple[int, ...]:
         """Sizes of the group's parts of `dim`, as the layout nests them: in ascending order."""
-        spans = (self.span(layout, dim, rank) for rank in self.mesh.group(self.rank, self.step.axes))
-        return [hi - lo for lo, hi in spans]
+        return _part_sizes(layout, self.shape, self.mesh, dim, self.rank, self.step.axes)
 
     def overlaps(self, dim: int, sender: int, receiver: int) -> list[tuple[Span, Span]]:
         """What rank `sender` holds of what `receiver` wants of `dim`, positions modulo its length: (places in the
@@ -138,6 +137,15 @@ class HaloSite:
     @property
     def result_shape(self) -> tuple[int, ...]:
         return self.step.after.local_shape(self.shape, self.mesh, self.rank)
+
+
+@lru_cache(maxsize=4096)
+def _part_sizes(
+    layout: Layout, shape: tuple[int, ...], mesh: MeshSpec, dim: int, rank: int, axes: tuple[str, ...]
+) -> tuple[int, ...]:
+    """The same for every layer of a model, of which each asks for every rank of a group."""
+    spans = (layout.interval(shape, mesh, dim, other) for other in mesh.group(rank, axes))
+    return tuple(hi - lo for lo, hi in spans)
 
 
 def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.fake_calls import FakeCalls
+from passes.ir.op_traits import is_collective
 from passes.layout.layout import Span
 from passes.redistribution.emit_steps import (
     COLLECTIVES,
@@ -96,7 +97,7 @@ def emit(
 
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that start a collective, in order (not the waits)."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in COLLECTIVES]
+    return [n for n in graph.nodes if is_collective(n) and n.target in COLLECTIVES]
 
 
 def _slice(site: HaloSite, x: fx.Node) -> fx.Node:

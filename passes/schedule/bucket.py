@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -63,15 +63,18 @@ class Bucket(RankPass):
     ensures = (MERGED,)
     keeps = (COMPUTING,)
 
+    calls: FakeCalls | None = field(default=None, repr=False, compare=False)
+    """Of the values of the graph, where there are more such graphs."""
+
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         place = {node: i for i, node in enumerate(module.graph.nodes)}
+        calls = self.calls or FakeCalls()
         merged = [
-            _merge(module.graph, sorted(nodes, key=_transfer), before=max(nodes, key=place.__getitem__))
+            _merge(module.graph, sorted(nodes, key=_transfer), max(nodes, key=place.__getitem__), calls)
             for nodes in _buckets(module.graph)
         ]
         if merged:
             _sort(module.graph, {node: _ready(node, place) for node in merged})
-            module.graph.lint()
             module.recompile()
         return module
 
@@ -98,13 +101,13 @@ def _transfer(collective: fx.Node) -> int:
     return collective.meta.get("transfer", 0)
 
 
-def _merge(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+def _merge(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node, calls: FakeCalls) -> fx.Node:
     """Returns the one collective."""
     meta = {k: v for k, v in nodes[0].meta.items() if k != "val"}
     others = len({n.meta.get("serves") for n in nodes}) - 1
     meta["serves"] = f"{meta.get('serves', '')} + {others}" if others else meta.get("serves")
     with graph.inserting_before(before):
-        merged, results = _MERGES[nodes[0].target](Emitter(graph, meta, FakeCalls()), nodes)
+        merged, results = _MERGES[nodes[0].target](Emitter(graph, meta, calls), nodes)
     for node, result in zip(nodes, results, strict=True):
         (wait,) = node.users
         result.meta["serves"] = node.meta.get("serves")

@@ -14,6 +14,7 @@ from passes.ir.graph_properties import FUNCTIONAL
 from passes.ir.op_traits import is_cheap, is_collective, is_product
 from passes.ir.properties import HasGraph, Property, described
 from passes.ir.rank_properties import OPS
+from passes.ir.torch_dispatch import input_nodes
 from passes.plan.transfers import Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
@@ -119,7 +120,7 @@ class _Schedule:
             if node in self.done or node.op == "output" or node in self.roles.on_demand:
                 continue
             self.start_ready()
-            for operand in node.all_input_nodes:
+            for operand in input_nodes(node):
                 if operand not in self.done:
                     self.wait(operand)
             # A slot is free now, and what goes on the wire here hides behind `node`.
@@ -134,11 +135,11 @@ class _Schedule:
         return list(self.done)[self.placeholders :]
 
     def emit(self, node: fx.Node) -> None:
-        assert node not in self.done and all(n in self.done for n in node.all_input_nodes), node
+        assert node not in self.done and all(n in self.done for n in input_nodes(node)), node
         self.done[node] = None
         if node in self.roles.wait_of:
             self.flying[node] = self.roles.wait_of[node]
-        elif node.all_input_nodes:
+        elif input_nodes(node):
             self.flying.pop(node.all_input_nodes[0], None)
         self._note_due(node)
 
@@ -186,7 +187,7 @@ class _Schedule:
         """Wait, and take out what is kept of it: the buffer is free then."""
         self.emit(node)
         for user in sorted(node.users, key=self.place.__getitem__):
-            ready = user not in self.done and all(n in self.done for n in user.all_input_nodes)
+            ready = user not in self.done and all(n in self.done for n in input_nodes(user))
             if ready and user in self.roles.on_demand and not is_collective(user):
                 self._receive(user)
 
@@ -213,12 +214,12 @@ class _Schedule:
     def missing(self, node: fx.Node) -> Sequence[fx.Node]:
         """What has to run before `node` can, in the graph's order."""
         found: set[fx.Node] = set()
-        stack = list(node.all_input_nodes)
+        stack = list(input_nodes(node))
         while stack:
             operand = stack.pop()
             if operand not in self.done and operand not in found:
                 found.add(operand)
-                stack.extend(operand.all_input_nodes)
+                stack.extend(input_nodes(operand))
         return sorted(found, key=self.place.__getitem__)
 
 
@@ -264,7 +265,7 @@ def _sources(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Node -> the one node that it is computed from by cheap ops of no other operand; else itself."""
     sources: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        found = {sources[n] for n in node.all_input_nodes}
+        found = {sources[n] for n in input_nodes(node)}
         light = node.op == "call_function" and is_cheap(node) and len(found) == 1
         sources[node] = found.pop() if light else node
     return sources
@@ -277,7 +278,7 @@ def _put_off(graph: fx.Graph, waits: set[fx.Node]) -> set[fx.Node]:
     """
     received: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        operands = node.all_input_nodes
+        operands = input_nodes(node)
         passed_on = operands and all(n in received for n in operands)
         if node in waits or (passed_on and (is_collective(node) or is_cheap(node))):
             received[node] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass, run_rank_passes
 from passes.schedule.bucket import Bucket
 from passes.schedule.overlap import Overlap
@@ -15,9 +16,9 @@ SCHEDULE: tuple[RankPass, ...] = (
 )
 
 
-def scheduled(module: fx.GraphModule) -> fx.GraphModule:
-    """`module`, in place, with its collectives merged and running behind computation."""
-    return run_rank_passes(module, SCHEDULE)
+def scheduled(module: fx.GraphModule, calls: FakeCalls | None = None) -> fx.GraphModule:
+    """`module`, in place, with its collectives merged and running behind computation. calls: of such graphs."""
+    return run_rank_passes(module, SCHEDULE if calls is None else (Bucket(calls), *SCHEDULE[1:]))
 
 
 def one_communicator_at_a_time(module: fx.GraphModule) -> fx.GraphModule:

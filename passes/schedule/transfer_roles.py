@@ -22,6 +22,7 @@ from typing import Literal
 from torch import fx
 
 from passes.ir.op_traits import fuses, is_collective, is_product, is_view
+from passes.ir.torch_dispatch import input_nodes
 
 TransferRole = Literal["at hand", "awaited", "ending"]
 
@@ -37,7 +38,7 @@ class PhaseRoles:
     """
 
     def __init__(self, ops: Sequence[fx.Node], moved: AbstractSet[Read] = frozenset()) -> None:
-        arrives = lambda node: is_collective(node) or any((node, n) in moved for n in node.all_input_nodes)
+        arrives = lambda node: is_collective(node) or any((node, n) in moved for n in input_nodes(node))
         before_products = _ops_before(ops, is_product)
         self._ops = frozenset(ops)
         self._at_hand = set(_ops_before(ops, lambda node: is_product(node) or arrives(node)))
@@ -73,6 +74,6 @@ def _ops_before(ops: Sequence[fx.Node], stops: Callable[[fx.Node], bool]) -> lis
     """Those of `ops` that neither stop nor come after one that does."""
     after: set[fx.Node] = set()
     for node in ops:
-        if stops(node) or any(n in after for n in node.all_input_nodes):
+        if stops(node) or any(n in after for n in input_nodes(node)):
             after.add(node)
     return [node for node in ops if node not in after]

@@ -143,6 +143,9 @@ class Prices:
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    alike: dict[tuple[fx.Node, int], tuple[NodeLayouts, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def joined(self) -> JoinedAxes:
@@ -174,6 +177,14 @@ class Prices:
 
         Layers share their layouts, so these count as alike only if they are the same object.
         """
+        alike = self.alike.get((node, id(layouts)))
+        if alike is not None:
+            return alike[1]
+        seconds = self._op_seconds(node, layouts)
+        self.alike[node, id(layouts)] = layouts, seconds
+        return seconds
+
+    def _op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         rule, flow = rule_for(node), self.traffic(node)
         key = (id(layouts), id(rule), flow, op_signature(node), self.orders(node))
         if key not in self.known:

@@ -19,6 +19,7 @@ from passes.ir.op_traits import (
     is_use,
     is_view,
     op_kind,
+    op_name,
     storage_root,
 )
 from passes.ir.op_work import reads_values
@@ -150,7 +151,7 @@ class FusedGroup:
         written: list[str] = []
         for node in self.ops:
             root = storage_root(node)
-            if is_view(node) and not str(node.target).startswith(_TURNING):
+            if is_view(node) and not op_name(node).startswith(_TURNING):
                 words[node] = words[root]
                 continue
             words[node] = f"%{len(written)}"

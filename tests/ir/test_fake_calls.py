@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import fx, nn
 
 from cost_model.mesh import MeshSpec
 from passes.ir.fake_calls import FakeCalls
-from passes.lower.partition import partition
+from passes.ir.op_signature import op_signature
+from passes.ir.torch_dispatch import copied_node
+from passes.lower.partition import _Writer, _Written, partition
 from passes.plan.decide import unmerged
 from passes.redistribution.redistribute import Redistributor
 from passes.simulate.lockstep import simulated_groups
@@ -100,19 +103,76 @@ class Forgetful(FakeCalls):
         return super().__call__(*args, **kwargs)
 
 
-def test_a_rank_s_graph_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_s_graph_is_the_same_with_and_without() -> None:
     mesh = MeshSpec({"a": 2, "b": 3})
     joint = joint_of(Twice(), torch.randn(6, 8))
     assignment = random_assignment(joint, mesh, random.Random(0))
     lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
 
-    def graphs() -> list[list[tuple[str, Any]]]:
-        groups = simulated_groups(mesh)
-        return [
-            looks(partition(joint, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)
-        ]
+    def graphs(calls: FakeCalls) -> list[list[tuple[str, Any]]]:
+        groups, one = simulated_groups(mesh), replace(joint, calls=calls)
+        return [looks(partition(one, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)]
 
-    remembered = graphs()
-    monkeypatch.setattr("passes.lower.partition.FakeCalls", Forgetful)
-    monkeypatch.setattr("passes.redistribution.lower_redistribute.FakeCalls", Forgetful)
-    assert graphs() == remembered
+    assert graphs(Forgetful()) == graphs(FakeCalls())
+
+
+class Turned(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (torch.cumsum(x, 0) * torch.cumsum(x.t(), 0)).sum()
+
+
+def test_equal_layers_are_written_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = MeshSpec({"a": 2, "b": 3})
+    joint = joint_of(Turned(), torch.randn(8, 8))
+    drawn = random_assignment(joint, mesh, random.Random(3))
+    first: dict[Any, str] = {}
+    ops = {node.name: node for node in joint.graph.nodes if node.op == "call_function"}
+    alike = lambda name: first.setdefault(op_signature(ops[name]), name) if name in ops else name
+    assignment = {name: drawn[alike(name)] for name in drawn}
+    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+
+    def written(rank: int) -> list[tuple[str, Any, Any]]:
+        module = partition(joint, assignment, mesh, rank, simulated_groups(mesh), lowering).module
+        metas = [{key: n.meta[key] for key in n.meta if key != "val"} for n in module.graph.nodes]
+        return [(*look, meta) for look, meta in zip(looks(module), metas, strict=True)]
+
+    again: list[Any] = []
+    copied = lambda self, *args: again.append(self) or plain(self, *args)
+    plain = _Written.again
+    monkeypatch.setattr(_Written, "again", copied)
+    found = [written(rank) for rank in (0, 1, 5)]
+    monkeypatch.setattr(_Writer, "_alike", lambda self, same, shape, operands, meta, write: write())
+    assert len(again) > 50
+    assert found == [written(rank) for rank in (0, 1, 5)]
+
+
+def test_nodes_are_copied_as_fx_does() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("_7")
+    for _ in range(12):
+        x = graph.call_function(aten.add.Tensor, (x, y), {"alpha": 2})
+        x.meta["val"] = len(graph.nodes)
+    graph.call_function(aten.abs.default, (x,))
+    graph.create_node("call_function", aten.neg.default, (x,), name="add_tensor_40")
+    graph.output((x, None))
+    made: list[list[tuple[str, Any]]] = []
+    for copy in (fx.Graph.node_copy, copied_node):
+        new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in list(graph.nodes)[:-4]:
+            nodes[node] = copy(new, node, nodes.__getitem__)
+        for target in (aten.add.Tensor, aten.abs.default):
+            new.call_function(target, (nodes[y],))
+        for node in list(graph.nodes)[-4:]:
+            nodes[node] = copy(new, node, nodes.__getitem__)
+        new.call_function(aten.add.Tensor, (nodes[y],))
+        new.lint()
+        made.append([(n.format_node() or "", n.meta) for n in new.nodes])
+    assert made[0] == made[1]
+
+
+def test_what_is_known_of_a_graph_is_not_said_of_another() -> None:
+    joint = joint_of(Twice(), torch.randn(6, 8))
+    count = lambda one: one.known("nodes", lambda: [len(one.graph.nodes)])
+    assert count(joint) is count(replace(joint, device=torch.device("cuda")))
+    smaller = replace(joint, module=fx.GraphModule(joint.module, fx.Graph()))
+    assert count(smaller) == [0] and count(joint) == [len(joint.graph.nodes)]

@@ -17,6 +17,7 @@ from torch import fx
 
 from cost_model.checked_arguments import reject, shown
 from cost_model.errors import ShardingError
+from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_schema import written_arguments
 from passes.ir.op_signature import op_signature
 from passes.ir.torch_compat import op_key
@@ -164,6 +165,13 @@ def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
             table.tried.clear()
         made[key] = builder, _made(node, builder)  # with the builder, so that its id stays its own
     return made[key][1]
+
+
+def rules_of(joint: JointGraph) -> Mapping[fx.Node, OpRule]:
+    """The rules of all ops of a graph that no pass changes any more, but of those that select a result."""
+    ops = lambda: (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
+    users = tuple(USER_RULES.builders.values())
+    return joint.known(("rules", *map(id, users)), lambda: ({n: rule_for(n) for n in ops()}, users))[0]
 
 
 def _made(node: fx.Node, builder: Builder | None) -> OpRule:
