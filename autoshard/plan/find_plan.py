@@ -42,6 +42,7 @@ from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import Captured, capture
 from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
+from passes.ir.collector import collector_paused
 from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["CallLayouts", "Task", "find_plan", "mesh_spec", "prices_of", "search_plan"]
@@ -171,6 +172,7 @@ def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextMan
     return autocast_on(mesh.device_type, dtype)
 
 
+@collector_paused()
 def canonical_capture(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -268,7 +268,7 @@ def _lines() -> tuple[str, str]:
     """The lines that led to a question: all of the user's code, and below the innermost of them those of the library
     that asks. That innermost line, to be read."""
     running = list(frames(sys._getframe(2)))
-    innermost = user_frame(running[0])
+    innermost = user_frame(running)
     count = len(running) if innermost is None else running.index(innermost)
     led = [f for i, f in enumerate(running) if i < count or is_user_file(f.f_code.co_filename)]
     place = "" if innermost is None else place_text(innermost.f_code, innermost.f_lineno)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_compat import fake_mode_of
 
 
@@ -43,13 +44,13 @@ def trace_joint(
     *,
     rewrite_writes: bool,
 ) -> AotGraph:
-    """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph.
+    """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph; forward only if nothing
+    that is returned requires grad.
 
-    rewrite_writes: write in place as ops that make new tensors, which takes a third longer. A program without such
-    writes (`has_writes`) has the same graph either way.
+    rewrite_writes: write in place as ops that make new tensors, which takes twice as long: AOT autograd runs the forward
+    once before it traces it. A program without such writes (`has_writes`) has the same graph either way.
 
-    `aot_export_joint_with_descriptors` says what each end of the graph is; forward only if nothing
-    that is returned requires grad. Since torch 2.9; `disable_functionalization` since 2.13.
+    `aot_export_joint_with_descriptors` says what each end of the graph is. Since torch 2.9.
     An op of `torch.library.triton_op` stays one op, which has a rule: `decompose_custom_triton_ops` since 2.7.
     """
     from torch._functorch import config
@@ -60,9 +61,10 @@ def trace_joint(
         stack.enter_context(fake_mode_of(tuple(args)))
         stack.enter_context(config.patch(decompose_custom_triton_ops=False))
         stack.enter_context(_use_lazy_graph_module(True))  # nobody runs AOT autograd's module
+        if not rewrite_writes:
+            return _functional_joint(module, args, decompositions)
         known = inspect.signature(aot_export_joint_with_descriptors).parameters
-        wanted = {"disable_functionalization": not rewrite_writes, "_disable_torch_fn_metadata_mode": True}
-        options: Any = {name: value for name, value in wanted.items() if name in known}
+        options: Any = {name: True for name in ("_disable_torch_fn_metadata_mode",) if name in known}
         table = dict(decompositions)
         traced = aot_export_joint_with_descriptors(
             stack, module, tuple(args), {}, decompositions=table, **options
@@ -71,6 +73,80 @@ def trace_joint(
     graph = graph_module.graph
     inputs = tuple(_aot_end(node.meta["desc"]) for node in graph.find_nodes(op="placeholder"))
     return AotGraph(graph_module, inputs, tuple(map(_aot_end, graph.output_node().meta["desc"])))
+
+
+_TANGENT = "autoshard.tangent"
+
+
+def _functional_joint(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> AotGraph:
+    """What AOT autograd makes of a program that writes nothing, in one run of it.
+
+    `make_fx` since torch 1.11, `setup_stacktrace_preservation_hooks`, by which a node of the backward knows the number
+    of what it differentiates, since 2.1, `annotate` since 2.9.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    outputs: list[AotEnd] = []
+    tangents: list[AotEnd] = []
+
+    def joint(*primals: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        made = module(*primals)
+        outputs.extend(AotEnd("output", index) for index in range(len(made)))
+        roots = [(index, out) for index, out in enumerate(made) if out.requires_grad]
+        wanted = [index for index, arg in enumerate(primals) if arg.requires_grad] if roots else []
+        if not wanted:
+            return made
+        directions: list[torch.Tensor] = []
+        for index, out in roots:
+            tangents.append(AotEnd("tangent", index))
+            with torch.fx.traceback.annotate({_TANGENT: index}):
+                directions.append(torch.empty(out.shape, dtype=out.dtype, device=out.device))
+        setup_stacktrace_preservation_hooks([out.grad_fn for _, out in roots if out.grad_fn is not None])
+        with autocast_off():
+            given = [out for _, out in roots], [primals[index] for index in wanted], directions
+            grads = dict(zip(wanted, torch.autograd.grad(*given, allow_unused=True), strict=True))
+        outputs.extend(AotEnd("grad" if index in grads else "none", index) for index in range(len(primals)))
+        return (*made, *(grads.get(index) for index in range(len(primals))))
+
+    with (
+        enable_python_dispatcher(),
+        torch.autograd.set_multithreading_enabled(False),
+        _disable_saved_tensors_hooks_during_tracing(),
+    ):
+        traced = make_fx(joint, dict(decompositions), _disable_torch_fn_metadata_mode=True)(*args)
+    _give_custom_meta(traced.graph)
+    _placeholders_for_tangents(traced.graph)
+    traced.graph.eliminate_dead_code()
+    return AotGraph(
+        traced, (*(AotEnd("input", index) for index in range(len(args))), *tangents), tuple(outputs)
+    )
+
+
+def _give_custom_meta(graph: torch.fx.Graph) -> None:
+    """What a node of the backward differentiates gives it its entries, as in AOT autograd's graph."""
+    forward: dict[int, dict[str, Any]] = {}
+    behind = False
+    for node in graph.nodes:
+        custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr")
+        behind = behind or _TANGENT in custom
+        if number is not None and not behind:
+            forward.setdefault(number, custom)
+        elif number in forward and not node.meta.get("is_gradient_acc", False):
+            node.meta["custom"] = {**custom, **forward[number]}
+
+
+def _placeholders_for_tangents(graph: torch.fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if _TANGENT in node.meta.get("custom", {}):
+            with graph.inserting_before(node):
+                tangent = graph.placeholder("tangent")
+            tangent.meta = {"val": node.meta["val"]}
+            node.replace_all_uses_with(tangent)
 
 
 def has_writes(graph: AotGraph) -> bool:
