@@ -24,13 +24,8 @@ from passes.capture.places import Place
 from passes.capture.provenance import frames, is_user_file, place_text, user_frame
 from passes.capture.stand_ins import Awaited
 from passes.ir.torch_compat import inside_function_transform
-from passes.ir.torch_dispatch import values_asked
-from passes.ir.torch_tracing import (
-    is_value_missing,
-    replaced_attribute,
-    traced_values_answered,
-    tracing_suspended,
-)
+from passes.ir.torch_dispatch import replaced_attribute, traced_values_answered, values_asked
+from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
 
 class Undecided(Exception):
