@@ -26,7 +26,7 @@ from cost_model.errors import AutoshardError, PlanError
 from cost_model.text_files import read_json
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
-from passes.states.cut_points import users_choice
+from passes.states.offers import users_choice
 
 _log = logging.getLogger("autoshard")
 

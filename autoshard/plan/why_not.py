@@ -23,7 +23,7 @@ from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import NodeLayouts
 from passes.plan.graph_text import format_seconds
 from passes.search.narrowing import Choose, Narrowing
-from passes.states.backward_copies import AGAIN
+from passes.states.compute_again import AGAIN
 
 _EQUAL = 1e-3
 """Share of a step under which two plans are said to be equally fast."""
