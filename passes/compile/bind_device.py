@@ -84,8 +84,6 @@ _INTO: Mapping[Any, Any] = {
 copy."""
 _CONTRACT = torch.ops.autoshard.contract.default
 """Becomes a product of matrices; where that is turned afterwards, its value is not contiguous."""
-_ALIGNED = 16
-"""Bytes: kernels are slower where a result begins between two of these."""
 _WORTH = 2**16
 """Bytes that are not copied, for each part of a bucket that still is: a copy of its own costs an interpreter about as
 much as these."""
@@ -153,7 +151,8 @@ def _made(part: fx.Node) -> fx.Node | None:
 
 def _fits(value: Tensor, bucket: Tensor, start: int) -> bool:
     alike = value.dtype == bucket.dtype and value.is_contiguous()
-    return alike and start * bucket.element_size() % _ALIGNED == 0
+    # Kernels are slower where a result begins between two multiples of 16 bytes.
+    return alike and start * bucket.element_size() % 16 == 0
 
 
 def _write(graph: fx.Graph, bucket: fx.Node, written: Mapping[int, fx.Node], first: fx.Node) -> None:
