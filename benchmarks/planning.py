@@ -36,7 +36,7 @@ from autoshard.plan.plan_prices import prices_of
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide_lowering

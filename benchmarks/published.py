@@ -40,7 +40,7 @@ from passes.predict.predict_step import predicted_step
 from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import users_choice
+from passes.states.offers import users_choice
 from passes.strategies.traffic import uncompiled_traffic
 
 

@@ -32,7 +32,7 @@ from passes.search.narrowing import Narrowing
 from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import known_ops
+from passes.states.offers import known_ops
 
 
 def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:

@@ -36,10 +36,11 @@ from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.capture import Captured, capture
 from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
+from passes.ir.collector import collector_paused
 from passes.ir.kept_random_state import random_state_kept
 
 ProfileLike = Profile | str | os.PathLike[str] | None
@@ -167,6 +168,7 @@ def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextMan
     return autocast_on(mesh.device_type, dtype)
 
 
+@collector_paused()
 def canonical_capture(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -27,7 +27,7 @@ from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
-from passes.states.cut_points import users_choice
+from passes.states.offers import users_choice
 
 BEST, NEXT = "the search's", "the next best"
 """Names of the plan that the search found, and of what else it judged."""

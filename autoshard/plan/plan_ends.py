@@ -28,8 +28,7 @@ from passes.plan.describe import describe
 from passes.plan.records import NodeRecord
 from passes.search.find import find_assignment
 from passes.search.graph_ends import Boundary
-from passes.states.backward_copies import copies_in
-from passes.states.compute_again import compute_again
+from passes.states.compute_again import compute_again, copies_in
 from passes.strategies.prices import Prices
 
 Constraints = Mapping[str, Sequence[Placement] | Mapping[str, Placement]]

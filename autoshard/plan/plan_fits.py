@@ -15,8 +15,8 @@ from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_view
 from passes.layout.layout import Layout
-from passes.states.backward_copies import copied_ops
-from passes.states.cut_points import users_choice
+from passes.states.compute_again import copied_ops
+from passes.states.offers import users_choice
 
 
 def axes_in(plan: Plan) -> list[tuple[str, ...]]:

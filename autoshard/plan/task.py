@@ -61,7 +61,7 @@ from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import users_choice
+from passes.states.offers import users_choice
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")

@@ -31,7 +31,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import NodeLayouts
 from passes.search.narrowing import Choose, Narrowing
-from passes.states.backward_copies import AGAIN
+from passes.states.compute_again import AGAIN
 
 RANGE = 16.0
 """How many times slower and faster links are looked at."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 import passes.ops.attention_op  # pyright: ignore[reportUnusedImport]  (registers autoshard::attention)
 import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
@@ -16,7 +15,7 @@ from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES
-from passes.ir.joint import JointGraph, ancestors, tensor_operands
+from passes.ir.joint import JointGraph, ancestors, computed, tensor_operands
 from passes.ir.op_traits import draws, is_pointwise, is_use, numel, when_read
 from passes.ir.properties import Property, described
 from passes.rules.core.rule_registry import rule_for
@@ -78,14 +77,14 @@ def _is_causal(graph: fx.Graph, mask: fx.Node) -> bool:
     if not all(is_pointwise(node) or is_use(node) for node in large):
         return False
     with torch.no_grad():
-        small = _computed([node for node in ordered if not _is_large(node)], {})
+        small = computed([node for node in ordered if not _is_large(node)], {})
         if not large:
             return _hides_later_keys(small[mask], 0)
         read = {operand for node in large for operand in node.all_input_nodes if not _is_large(operand)}
         alike = {node: _of_one_sample(small[node]) for node in read}
         if any(value is None for value in alike.values()):
             return False
-        step = max(1, _LARGEST // keys)
+        step = max(1, _LARGEST // (4 * keys))  # what fits in a processor's cache
         blocks = ((begin, min(step, queries - begin)) for begin in range(0, queries, step))
         return all(
             _hides_later_keys(_block(large, alike, queries, *block)[mask], block[0]) for block in blocks
@@ -98,15 +97,6 @@ def _is_constant(node: fx.Node) -> bool:
 
 def _is_large(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor) and numel(node) > _LARGEST
-
-
-def _computed(nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The values of `nodes`, which are in order, and `values`, which they are computed from."""
-    found = dict(values)
-    for node in nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
-        found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return found
 
 
 def _of_one_sample(value: Tensor) -> Tensor | None:
@@ -123,7 +113,7 @@ def _block(
 ) -> dict[fx.Node, Any]:
     """The values of pointwise `nodes` for `count` queries from `begin` on. values: of what they read."""
     cut = lambda x: x.narrow(-2, begin, count) if x.ndim == 2 and x.shape[0] == queries else x
-    return _computed(nodes, {node: cut(value) for node, value in values.items()})
+    return computed(nodes, {node: cut(value) for node, value in values.items()})
 
 
 def _hides_later_keys(mask: Tensor, first: int) -> bool:

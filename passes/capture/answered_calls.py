@@ -18,7 +18,8 @@ from passes.capture.operator_calls import attention_for, ctc_loss, grouped_funct
 from passes.capture.packed_calls import PACKED
 from passes.capture.row_table import ROWS
 from passes.capture.rows import Rows, one_choice, rows_in, unknown
-from passes.ir.torch_tracing import replaced_attribute, tracing_suspended
+from passes.ir.torch_dispatch import replaced_attribute
+from passes.ir.torch_tracing import tracing_suspended
 
 
 def tensor(

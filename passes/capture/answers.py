@@ -26,8 +26,6 @@ from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 T = TypeVar("T")
 Tracer = Callable[[Questions], T | None]
 """What comes of a run of the forward with these answers; None: it looked for answers only."""
-_MOST = 100
-"""Runs of one call. One is the rule; each kind of question takes one or two more."""
 
 
 def traced_with_answers(tracer: Tracer[T], answers: Sequence[Tensor]) -> tuple[T, Questions]:
@@ -64,7 +62,7 @@ class _Search(Generic[T]):
     def questions(self) -> Questions:
         """With an answer to every question that will be asked, and what the other one raises."""
         run = Questions()
-        for _ in range(_MOST):
+        for _ in range(100):  # one is the rule; each kind of question takes one or two more
             run = self._run(self._answers, self._guesses)
             if not self._corrected(run):
                 self._check(run.asked)

@@ -23,8 +23,14 @@ from torch.utils import _pytree as pytree
 
 from passes.capture.provenance import is_user_file
 from passes.ir.joint import CPU
-from passes.ir.torch_dispatch import accelerator_kernels, autocast_of_cpu_ignored, is_autocast_op
-from passes.ir.torch_tracing import fake_devices_answered, replaced_attribute, tracing_suspended
+from passes.ir.torch_dispatch import (
+    accelerator_kernels,
+    autocast_of_cpu_ignored,
+    fake_devices_answered,
+    is_autocast_op,
+    replaced_attribute,
+)
+from passes.ir.torch_tracing import tracing_suspended
 
 _LOWER_PRECISION = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -254,8 +260,7 @@ class _View(_OnCpu):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
-        kind = device.type
+        self._device, kind = device, device.type
         self._answers: dict[Any, Callable[..., Any]] = {
             Tensor.device.__get__: self.device_of,  # type: ignore[attr-defined]
             Tensor.get_device: lambda tensor: self._device.index,
@@ -291,6 +296,5 @@ class _View(_OnCpu):
 
     def _here(self, device: Any) -> Any:
         """The CPU for a device of the mesh's type: an object, "cuda:1", or a number."""
-        if isinstance(device, int):
-            return CPU
-        return CPU if torch.device(device).type == self._device.type else device
+        mine = isinstance(device, int) or torch.device(device).type == self._device.type
+        return CPU if mine else device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.ir.joint import CPU, ancestors, map_operands, node_value, tensor_operands
+from passes.ir.joint import CPU, ancestors, computed, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_product
 from passes.ir.torch_tracing import fake_of, tracing_suspended
 
@@ -107,17 +107,9 @@ def _known(result: fx.Node, real: dict[fx.Node, Tensor | None]) -> Known:
     if all(leaf in real for leaf in leaves) and not any(is_product(op) or draws(op) for op in ops):
         if any(real[leaf] is None for leaf in leaves):
             return Known(is_plain=True)
-        return Known(_computed(result, ordered, dict(real)), is_plain=True)
+        return Known(computed(ordered, real)[result], is_plain=True)
     finite = _if_finite(result, ordered)
     return Known(finite, is_finite=finite is not None)
-
-
-def _computed(result: fx.Node, ordered: Sequence[fx.Node], values: dict[fx.Node, Any]) -> Any:
-    for node in ordered:
-        if node not in values:
-            args, kwargs = map_operands(node, [values[operand] for operand in tensor_operands(node)])
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values[result]
 
 
 def _if_finite(result: fx.Node, ordered: Sequence[fx.Node]) -> Tensor | None:
@@ -134,7 +126,7 @@ def _if_finite(result: fx.Node, ordered: Sequence[fx.Node]) -> Tensor | None:
             return None
         else:
             waiting += tensor_operands(node)
-    return _computed(result, [node for node in ordered if node in seen], tests)
+    return computed((node for node in ordered if node in seen), tests)[result]
 
 
 def _passes_test(node: fx.Node) -> bool | None:

@@ -17,9 +17,9 @@ from passes.capture.row_index import mask_key
 from passes.capture.rows import Rows, rows_in, unknown
 from passes.ir.torch_tracing import grouped_mm_functions
 from passes.ops.attention_op import attention
-from passes.ops.circular_pad import circular_pad
-from passes.ops.ctc_loss import ctc_loss as op
-from passes.ops.grouped_product import grouped_mm
+from passes.ops.layer_ops import circular_pad
+from passes.ops.layer_ops import ctc_loss as op
+from passes.ops.product_ops import grouped_mm
 
 
 def attention_for(device_type: str) -> Callable[..., Tensor]:

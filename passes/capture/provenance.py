@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from passes.capture.refusals import check_dense_call
 
 _MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
+_CHECKPOINT = torch.utils.checkpoint.__file__
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _NOT_THE_USERS = tuple(
     path + os.sep
@@ -53,26 +54,23 @@ def place_text(code: CodeType, line: int) -> str:
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {text}" if text else "")
 
 
-def frames(frame: FrameType | None, stop: frozenset[CodeType] = frozenset()) -> Iterator[FrameType]:
-    """`frame` and those that called it, the innermost first, to one that runs code of `stop`."""
-    while frame is not None and frame.f_code not in stop:
+def frames(frame: FrameType | None, stop: frozenset[int] = frozenset()) -> Iterator[FrameType]:
+    """`frame` and those that called it, the innermost first, to one whose code has an id of `stop`: to hash a code
+    object takes as long as the rest of a look at it."""
+    while frame is not None and id(frame.f_code) not in stop:
         yield frame
         frame = frame.f_back
 
 
-def user_frame(frame: FrameType | None, stop: frozenset[CodeType] = frozenset()) -> FrameType | None:
+def user_frame(running: Iterable[FrameType]) -> FrameType | None:
     """The innermost frame of the user's code."""
-    return next((one for one in frames(frame, stop) if is_user_file(one.f_code.co_filename)), None)
+    return next((frame for frame in running if is_user_file(frame.f_code.co_filename)), None)
 
 
 def user_place() -> str:
     """The innermost line of the user's code that runs."""
-    frame = user_frame(sys._getframe(1))
+    frame = user_frame(frames(sys._getframe(1)))
     return "" if frame is None else place_text(frame.f_code, frame.f_lineno)
-
-
-def _annotate(entry: str, value: Any) -> None:
-    fx_traceback.current_meta["custom"] = {**fx_traceback.current_meta.get("custom", {}), entry: value}
 
 
 class _SourceMode(TorchFunctionMode):
@@ -81,16 +79,12 @@ class _SourceMode(TorchFunctionMode):
     def __init__(self, replace: dict[Any, Any], stop: frozenset[CodeType]) -> None:
         super().__init__()
         self.replace = replace
-        self.stop = stop
+        self.stop = frozenset(map(id, stop))
         self._frames: list[FrameType] = []
 
-    def _region(self, frame: FrameType) -> int | None:
-        """A number for each call of a checkpointed function: by the outermost frame of it that leads to `frame`."""
-        inside = [
-            one
-            for one in frames(frame, self.stop)
-            if one.f_code.co_filename == torch.utils.checkpoint.__file__
-        ]
+    def _region(self, running: Sequence[FrameType]) -> int | None:
+        """A number for each call of a checkpointed function: by the outermost frame of it among those that run."""
+        inside = [frame for frame in running if frame.f_code.co_filename == _CHECKPOINT]
         if not inside:
             return None
         if inside[-1] not in self._frames[-1:]:
@@ -98,9 +92,12 @@ class _SourceMode(TorchFunctionMode):
         return len(self._frames)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (line := user_frame(sys._getframe(1), self.stop)) is not None:
-            _annotate(_SOURCE, f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno}")
-        _annotate(_AGAIN, self._region(sys._getframe(1)))
+        running = list(frames(sys._getframe(1), self.stop))
+        entries: dict[str, Any] = {_AGAIN: self._region(running)}
+        if (line := user_frame(running)) is not None:
+            entries[_SOURCE] = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno}"
+        meta = fx_traceback.current_meta
+        meta["custom"] = {**meta.get("custom", {}), **entries}
         check_dense_call(func, args)
         answer: Any = self.replace.get(func, func)
         result = answer(*args, **(kwargs or {}))

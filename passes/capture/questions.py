@@ -24,13 +24,8 @@ from passes.capture.places import Place
 from passes.capture.provenance import frames, is_user_file, place_text, user_frame
 from passes.capture.stand_ins import Awaited
 from passes.ir.torch_compat import inside_function_transform
-from passes.ir.torch_dispatch import values_asked
-from passes.ir.torch_tracing import (
-    is_value_missing,
-    replaced_attribute,
-    traced_values_answered,
-    tracing_suspended,
-)
+from passes.ir.torch_dispatch import replaced_attribute, traced_values_answered, values_asked
+from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
 
 class Undecided(Exception):
@@ -268,7 +263,7 @@ def _lines() -> tuple[str, str]:
     """The lines that led to a question: all of the user's code, and below the innermost of them those of the library
     that asks. That innermost line, to be read."""
     running = list(frames(sys._getframe(2)))
-    innermost = user_frame(running[0])
+    innermost = user_frame(running)
     count = len(running) if innermost is None else running.index(innermost)
     led = [f for i, f in enumerate(running) if i < count or is_user_file(f.f_code.co_filename)]
     place = "" if innermost is None else place_text(innermost.f_code, innermost.f_lineno)

@@ -24,7 +24,7 @@ from passes.capture.places import (
 from passes.capture.refusals import refused
 from passes.capture.stand_ins import Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
-from passes.ir.torch_tracing import module_reads_seen
+from passes.ir.torch_dispatch import module_reads_seen
 
 _ABSENT = object()
 _TABLES = (

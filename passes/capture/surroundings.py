@@ -19,8 +19,6 @@ from passes.capture.provenance import is_user_file
 OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of parameters, of modules and of hooks, its training flag."""
 
-_DEPTH = 8
-_MOST = 20_000
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, CACHE)
 _CLOSED = (
@@ -49,10 +47,10 @@ def containers_of(model: nn.Module, arguments: Iterable[Any] = ()) -> list[Conta
     forward and the functions below it name, in `arguments`. Each once."""
     walk = _Walk(model)
     for value in arguments:
-        walk.visit(Root(value, f"an argument ({type(value).__name__})"), value, _DEPTH)
+        walk.visit(Root(value, f"an argument ({type(value).__name__})"), value)
     for name, module in model.named_modules():
         for key, value in module_attributes(module).items():
-            walk.visit(Via(Root(module, name), key, True), value, _DEPTH)
+            walk.visit(Via(Root(module, name), key, True), value)
         for hook in module_hooks(module):
             walk.function(hook, f"a hook of {name or 'the model'}")
         walk.function(type(module).forward, name or "the model", type(module))
@@ -62,7 +60,7 @@ def containers_of(model: nn.Module, arguments: Iterable[Any] = ()) -> list[Conta
 def held_by(where: Root | Via, value: Any) -> list[Container]:
     """The containers in one attribute's `value`, itself included."""
     walk = _Walk()
-    walk.visit(where, value, _DEPTH)
+    walk.visit(where, value)
     return walk.found
 
 
@@ -98,11 +96,11 @@ class _Walk:
         self._seen: set[int] = set()
         self._named: set[tuple[types.CodeType, type | None]] = set()
 
-    def visit(self, where: Root | Via, value: Any, depth: int) -> None:
+    def visit(self, where: Root | Via, value: Any, depth: int = 8) -> None:
         if isinstance(value, weakref.ref):
             value = value()
             where = Root(value, f"{where}()")
-        if id(value) in self._seen or depth == 0 or len(self.found) > _MOST:
+        if id(value) in self._seen or depth == 0 or len(self.found) > 20_000:
             return
         if isinstance(value, CONTAINERS):
             self._add(Container(where, value))
@@ -146,7 +144,7 @@ class _Walk:
         owner: the class whose method it is."""
         if isinstance(function, functools.partial):
             for value in (*function.args, *function.keywords.values()):
-                self.visit(Root(value, text), value, _DEPTH)
+                self.visit(Root(value, text), value)
             self.function(function.func, text)
             return
         if isinstance(function, CACHE):
@@ -155,7 +153,7 @@ class _Walk:
             function = function.__wrapped__
         held = getattr(function, "__self__", None)
         if held is not None and not isinstance(held, nn.Module):
-            self.visit(Root(held, text), held, _DEPTH)
+            self.visit(Root(held, text), held)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
         if code is None or not is_user_file(code.co_filename) or (code, owner) in self._named:
@@ -164,7 +162,7 @@ class _Walk:
         for cell in function.__closure__ or ():
             self._add(Container(Root(cell, text), cell_of(cell), repeated=False))
             for value in contents(cell_of(cell)).values():
-                self.visit(Root(value, text), value, _DEPTH)
+                self.visit(Root(value, text), value)
         self._names(_names_of(code), function.__globals__, text, owner)
 
     def _names(self, names: frozenset[str], known: dict[str, Any], text: str, owner: type | None) -> None:
@@ -180,7 +178,7 @@ class _Walk:
                 if isinstance(method, _FUNCTIONS):
                     self.function(method, where.text, None if space is known else owner)
                 elif isinstance(value, CONTAINERS) or _is_users(type(value)):
-                    self.visit(where, value, _DEPTH)
+                    self.visit(where, value)
 
 
 def _names_of(code: types.CodeType) -> frozenset[str]:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_tracing import onednn_off, replaced_attribute
+from passes.ir.torch_dispatch import replaced_attribute
+from passes.ir.torch_tracing import onednn_off
 
 _RESIZING = """
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d

@@ -29,10 +29,9 @@ from passes.capture.stand_ins import Spot, Uses, put_stand_ins
 from passes.capture.torch_shortcuts import shortcuts_off, trace_cumulative_averages
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.ir.joint import CPU
+from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
 from passes.ir.torch_tracing import (
     AotGraph,
-    compiling_flag,
-    encoder_masks_trusted,
     failures_unlogged,
     fake_tensors,
     full_precision_backward,

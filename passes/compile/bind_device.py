@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import passes.ops.contract  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
+import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.fuse_eager import VIEWS
 from passes.compile.join_linears import OpWriter
 from passes.ir.graph_pass import RankPass
@@ -84,8 +84,6 @@ _INTO: Mapping[Any, Any] = {
 copy."""
 _CONTRACT = torch.ops.autoshard.contract.default
 """Becomes a product of matrices; where that is turned afterwards, its value is not contiguous."""
-_ALIGNED = 16
-"""Bytes: kernels are slower where a result begins between two of these."""
 _WORTH = 2**16
 """Bytes that are not copied, for each part of a bucket that still is: a copy of its own costs an interpreter about as
 much as these."""
@@ -153,7 +151,8 @@ def _made(part: fx.Node) -> fx.Node | None:
 
 def _fits(value: Tensor, bucket: Tensor, start: int) -> bool:
     alike = value.dtype == bucket.dtype and value.is_contiguous()
-    return alike and start * bucket.element_size() % _ALIGNED == 0
+    # Kernels are slower where a result begins between two multiples of 16 bytes.
+    return alike and start * bucket.element_size() % 16 == 0
 
 
 def _write(graph: fx.Graph, bucket: fx.Node, written: Mapping[int, fx.Node], first: fx.Node) -> None:

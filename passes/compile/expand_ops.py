@@ -26,8 +26,7 @@ from passes.ops import (
 )
 from passes.ops.attention_op import attention_backward_reference, attention_reference
 from passes.ops.attention_table import Chip
-from passes.ops.contract import contract_reference
-from passes.ops.grouped_product import grouped_mm_reference
+from passes.ops.product_ops import contract_reference, grouped_mm_reference
 
 # Op -> the function that computes it in ATen ops.
 _REFERENCES: dict[str, Callable[..., Any]] = {

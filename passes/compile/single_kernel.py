@@ -19,9 +19,6 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fakes_on, fresh_fakes
 from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook
 
-_LARGEST_KEPT = 2**25 - 2**16
-"""Bytes of the largest block that glibc may keep when it is freed."""
-
 
 def keep_freed_memory(device: torch.device) -> None:
     """glibc gives a freed block back to the system if none as large was freed before, and the next of that size is
@@ -29,7 +26,9 @@ def keep_freed_memory(device: torch.device) -> None:
     allocator needs no such lesson. No price of a kernel has such pages, and no step is to have them.
     [glibc: mallopt(3), M_MMAP_THRESHOLD, dynamic up to 32 MiB]"""
     if device.type == "cpu":
-        torch.empty(_LARGEST_KEPT, dtype=torch.uint8)  # and freed
+        torch.empty(
+            2**25 - 2**16, dtype=torch.uint8
+        )  # the largest block that glibc may keep when it is freed
 
 
 COLD_NBYTES = 2**26

@@ -207,6 +207,16 @@ def first_value(node: fx.Node) -> torch.Tensor:
     return next(v for v in node_values(node) if v is not None)
 
 
+def computed(nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The values of `nodes`, which are in order, and `values`, which they are computed from."""
+    results = dict(values)
+    for node in nodes:
+        if node not in results:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
+            results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return results
+
+
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """`nodes` and all they are computed from."""
     found: set[fx.Node] = set()

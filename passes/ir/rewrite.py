@@ -7,10 +7,12 @@ import keyword
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import fx
 from torch.fx.node import map_arg
 
+from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.ir.torch_dispatch import copied_node
@@ -40,13 +42,8 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def fake_value(mode: Any, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `target` returns for the values of its operands, run under the fake mode `mode`."""
-    value: Callable[[fx.Node], Any] = lambda node: node.meta["val"]
-    fake_args = map_arg(tuple(args), value)
-    fake_kwargs = map_arg(kwargs, value)
-    with mode:
-        return target(*fake_args, **fake_kwargs)  # type: ignore[misc]
+_CALLS: WeakKeyDictionary[fx.Graph, FakeCalls] = WeakKeyDictionary()
+"""A graph that is rewritten -> the ops run for it: those of equal layers are run once."""
 
 
 def inherit(node: fx.Node, origin: fx.Node) -> None:
@@ -66,7 +63,8 @@ def emit_at(
     with point.graph.inserting_before(point):
         node = point.graph.call_function(target, tuple(args), kwargs)
     inherit(node, origin)
-    node.meta["val"] = fake_value(fake_mode_of(origin.meta["val"]), target, args, kwargs)
+    calls = _CALLS.setdefault(point.graph, FakeCalls())
+    node.meta["val"] = calls(target, args, kwargs, fake_mode_of(origin.meta["val"]))
     return node
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from passes.ir.torch_tracing import replaced_attribute
-
 input_nodes: Callable[[torch.fx.Node], Mapping[torch.fx.Node, None]] = attrgetter("_input_nodes")
 """`all_input_nodes` as the node has them, for loops over whole graphs. Since 1.8."""
 
@@ -153,3 +151,86 @@ def indexed_by_tensors() -> AbstractContextManager[Any]:
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
+
+
+@contextmanager
+def traced_values_answered(
+    truth: Callable[[torch.Tensor], bool], read: Callable[[torch.Tensor, Callable[..., Any]], Any]
+) -> Generator[None]:
+    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `item()` and `tolist()` are `read(tensor, torch's
+    own)`: by methods in Python, which no TorchFunctionMode sees, torch asks for each number. Since torch 2.0."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    def of(known: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+        return lambda tensor: read(tensor, known)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced_attribute(FunctionalTensor, "__bool__", lambda tensor: truth(tensor)))
+        for kind in (FakeTensor, FunctionalTensor):
+            stack.enter_context(replaced_attribute(kind, "tolist", of(kind.tolist)))
+            kind.item = of(torch.Tensor.item)  # type: ignore[method-assign]
+            stack.callback(delattr, kind, "item")
+        yield
+
+
+@contextmanager
+def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
+    """`owner.name` is `value` inside."""
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def fake_devices_answered(
+    asked: Callable[[], bool], answer: Callable[[torch.Tensor], torch.device]
+) -> AbstractContextManager[None]:
+    """Inside, `tensor.device` of a fake is `answer(tensor)` where `asked()`, called by what answers, says so: it is a
+    property in Python, which no TorchFunctionMode sees. Since torch 2.0."""
+    from torch._subclasses import FakeTensor
+
+    known: Any = FakeTensor.device
+
+    def device(tensor: Any) -> torch.device:
+        return answer(tensor) if asked() else known.fget(tensor)
+
+    return replaced_attribute(FakeTensor, "device", known.getter(device))
+
+
+@contextmanager
+def module_reads_seen(note: Callable[[torch.nn.Module, str, Any], None]) -> Generator[None]:
+    """Inside, `note(module, name, value)` is told of every attribute that is found on an `nn.Module` by the usual way.
+
+    nn.Module has no `__getattribute__` of its own, so one can be given to it, and taken away.
+    """
+
+    def seen(module: torch.nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        note(module, name, value)
+        return value
+
+    assert "__getattribute__" not in vars(torch.nn.Module)
+    torch.nn.Module.__getattribute__ = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del torch.nn.Module.__getattribute__
+
+
+def compiling_flag() -> AbstractContextManager[None]:
+    """`torch.compiler.is_compiling()` is True inside: models skip checks that read values. Since 2.1."""
+    return replaced_attribute(torch.compiler, "_is_compiling_flag", True)
+
+
+def encoder_masks_trusted() -> AbstractContextManager[None]:
+    """nn.TransformerEncoder compares a given mask with the causal one by value, to drop it; inside, it
+    believes `is_causal` and keeps the mask. The result is the same. Since torch 2.0."""
+    from torch.nn.modules import transformer
+
+    def trust(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    return replaced_attribute(transformer, "_detect_is_causal_mask", trust)

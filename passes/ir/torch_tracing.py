@@ -10,10 +10,12 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_compat import fake_mode_of
 
 
@@ -43,13 +45,13 @@ def trace_joint(
     *,
     rewrite_writes: bool,
 ) -> AotGraph:
-    """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph.
+    """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph; forward only if nothing
+    that is returned requires grad.
 
-    rewrite_writes: write in place as ops that make new tensors, which takes a third longer. A program without such
-    writes (`has_writes`) has the same graph either way.
+    rewrite_writes: write in place as ops that make new tensors, which takes twice as long: AOT autograd runs the
+    forward once before it traces it. A program without such writes (`has_writes`) has the same graph either way.
 
-    `aot_export_joint_with_descriptors` says what each end of the graph is; forward only if nothing
-    that is returned requires grad. Since torch 2.9; `disable_functionalization` since 2.13.
+    `aot_export_joint_with_descriptors` says what each end of the graph is. Since torch 2.9.
     An op of `torch.library.triton_op` stays one op, which has a rule: `decompose_custom_triton_ops` since 2.7.
     """
     from torch._functorch import config
@@ -60,17 +62,97 @@ def trace_joint(
         stack.enter_context(fake_mode_of(tuple(args)))
         stack.enter_context(config.patch(decompose_custom_triton_ops=False))
         stack.enter_context(_use_lazy_graph_module(True))  # nobody runs AOT autograd's module
-        known = inspect.signature(aot_export_joint_with_descriptors).parameters
-        wanted = {"disable_functionalization": not rewrite_writes, "_disable_torch_fn_metadata_mode": True}
-        options: Any = {name: value for name, value in wanted.items() if name in known}
-        table = dict(decompositions)
-        traced = aot_export_joint_with_descriptors(
-            stack, module, tuple(args), {}, decompositions=table, **options
-        )
-        graph_module = traced.graph_module
+        if not rewrite_writes:
+            return _functional_joint(module, args, decompositions)
+        export: Any = _without_metadata_mode(aot_export_joint_with_descriptors)
+        graph_module = export(
+            stack, module, tuple(args), {}, decompositions=dict(decompositions)
+        ).graph_module
     graph = graph_module.graph
     inputs = tuple(_aot_end(node.meta["desc"]) for node in graph.find_nodes(op="placeholder"))
     return AotGraph(graph_module, inputs, tuple(map(_aot_end, graph.output_node().meta["desc"])))
+
+
+def _without_metadata_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Nobody reads the names of torch functions that it would note. Since torch 2.10."""
+    name = "_disable_torch_fn_metadata_mode"
+    known = name in inspect.signature(function).parameters
+    return partial(function, **{name: True}) if known else function
+
+
+_TANGENT = "autoshard.tangent"
+
+
+def _functional_joint(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> AotGraph:
+    """What AOT autograd makes of a program that writes nothing, in one run of it.
+
+    `make_fx` since torch 1.11, `setup_stacktrace_preservation_hooks`, by which a node of the backward knows the number
+    of what it differentiates, since 2.1, `annotate` since 2.9.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import annotate
+
+    outputs: list[AotEnd] = []
+    tangents: list[AotEnd] = []
+
+    def joint(*primals: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        made = module(*primals)
+        outputs.extend(AotEnd("output", index) for index in range(len(made)))
+        roots = [(index, out) for index, out in enumerate(made) if out.requires_grad]
+        wanted = [index for index, arg in enumerate(primals) if arg.requires_grad] if roots else []
+        if not wanted:
+            return made
+        directions: list[torch.Tensor] = []
+        for index, out in roots:
+            tangents.append(AotEnd("tangent", index))
+            with annotate({_TANGENT: index}):
+                directions.append(torch.empty(out.shape, dtype=out.dtype, device=out.device))
+        setup_stacktrace_preservation_hooks([out.grad_fn for _, out in roots if out.grad_fn is not None])
+        with autocast_off():
+            given = [out for _, out in roots], [primals[index] for index in wanted], directions
+            grads = dict(zip(wanted, torch.autograd.grad(*given, allow_unused=True), strict=True))
+        outputs.extend(AotEnd("grad" if index in grads else "none", index) for index in range(len(primals)))
+        return (*made, *(grads.get(index) for index in range(len(primals))))
+
+    with (
+        enable_python_dispatcher(),
+        torch.autograd.set_multithreading_enabled(False),
+        _disable_saved_tensors_hooks_during_tracing(),
+    ):
+        traced = _without_metadata_mode(make_fx)(joint, dict(decompositions))(*args)
+    _give_custom_meta(traced.graph)
+    _placeholders_for_tangents(traced.graph)
+    traced.graph.eliminate_dead_code()
+    return AotGraph(
+        traced, (*(AotEnd("input", index) for index in range(len(args))), *tangents), tuple(outputs)
+    )
+
+
+def _give_custom_meta(graph: torch.fx.Graph) -> None:
+    """What a node of the backward differentiates gives it its entries, as in AOT autograd's graph."""
+    forward: dict[int, dict[str, Any]] = {}
+    behind = False
+    for node in graph.nodes:
+        custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr")
+        behind = behind or _TANGENT in custom
+        if number is not None and not behind:
+            forward.setdefault(number, custom)
+        elif number in forward and not node.meta.get("is_gradient_acc", False):
+            node.meta["custom"] = {**custom, **forward[number]}
+
+
+def _placeholders_for_tangents(graph: torch.fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if _TANGENT in node.meta.get("custom", {}):
+            with graph.inserting_before(node):
+                tangent = graph.placeholder("tangent")
+            tangent.meta = {"val": node.meta["val"]}
+            node.replace_all_uses_with(tangent)
 
 
 def has_writes(graph: AotGraph) -> bool:
@@ -138,27 +220,6 @@ def is_value_missing(error: Exception) -> bool:
     return missing or isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
 
 
-@contextmanager
-def traced_values_answered(
-    truth: Callable[[torch.Tensor], bool], read: Callable[[torch.Tensor, Callable[..., Any]], Any]
-) -> Generator[None]:
-    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `item()` and `tolist()` are `read(tensor, torch's
-    own)`: by methods in Python, which no TorchFunctionMode sees, torch asks for each number. Since torch 2.0."""
-    from torch._subclasses import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    def of(known: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-        return lambda tensor: read(tensor, known)
-
-    with ExitStack() as stack:
-        stack.enter_context(replaced_attribute(FunctionalTensor, "__bool__", lambda tensor: truth(tensor)))
-        for kind in (FakeTensor, FunctionalTensor):
-            stack.enter_context(replaced_attribute(kind, "tolist", of(kind.tolist)))
-            kind.item = of(torch.Tensor.item)  # type: ignore[method-assign]
-            stack.callback(delattr, kind, "item")
-        yield
-
-
 def fake_of(tensor: torch.Tensor) -> torch.Tensor:
     """The fake below a tensor whose writes in place are rewritten. Since torch 2.1."""
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -177,52 +238,6 @@ def shape_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
-    """`owner.name` is `value` inside."""
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
-
-
-def fake_devices_answered(
-    asked: Callable[[], bool], answer: Callable[[torch.Tensor], torch.device]
-) -> AbstractContextManager[None]:
-    """Inside, `tensor.device` of a fake is `answer(tensor)` where `asked()`, called by what answers, says so: it is a
-    property in Python, which no TorchFunctionMode sees. Since torch 2.0."""
-    from torch._subclasses import FakeTensor
-
-    known: Any = FakeTensor.device
-
-    def device(tensor: Any) -> torch.device:
-        return answer(tensor) if asked() else known.fget(tensor)
-
-    return replaced_attribute(FakeTensor, "device", known.getter(device))
-
-
-@contextmanager
-def module_reads_seen(note: Callable[[torch.nn.Module, str, Any], None]) -> Generator[None]:
-    """Inside, `note(module, name, value)` is told of every attribute that is found on an `nn.Module` by the usual way.
-
-    nn.Module has no `__getattribute__` of its own, so one can be given to it, and taken away.
-    """
-
-    def seen(module: torch.nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
-        note(module, name, value)
-        return value
-
-    assert "__getattribute__" not in vars(torch.nn.Module)
-    torch.nn.Module.__getattribute__ = seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del torch.nn.Module.__getattribute__
-
-
-@contextmanager
 def failures_unlogged() -> Generator[None]:
     """Fake tensors log the whole traceback of an op that fails, which the error that follows says too. The logger is
     found by its name, since torch 2.9."""
@@ -233,22 +248,6 @@ def failures_unlogged() -> Generator[None]:
         yield
     finally:
         logger.removeFilter(silent)
-
-
-def compiling_flag() -> AbstractContextManager[None]:
-    """`torch.compiler.is_compiling()` is True inside: models skip checks that read values. Since 2.1."""
-    return replaced_attribute(torch.compiler, "_is_compiling_flag", True)
-
-
-def encoder_masks_trusted() -> AbstractContextManager[None]:
-    """nn.TransformerEncoder compares a given mask with the causal one by value, to drop it; inside, it
-    believes `is_causal` and keeps the mask. The result is the same. Since torch 2.0."""
-    from torch.nn.modules import transformer
-
-    def trust(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return bool(is_causal)
-
-    return replaced_attribute(transformer, "_detect_is_causal_mask", trust)
 
 
 def full_precision_backward() -> AbstractContextManager[None]:

@@ -19,7 +19,6 @@ _WORD = 0xFFFFFFFF
 UNIFORM_WORDS = 3
 """int64 of an element that are alive at once while `uniform_reference` runs op by op: in `_mix` what is mixed, it
 shifted, and both together."""
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: separates the two keys made from one seed
 
 
 def _mix(h: Tensor) -> Tensor:
@@ -36,7 +35,8 @@ def _keys(seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
     """Two 32-bit words, 0-d, that every element of one stream shares."""
     low, high = seed & _WORD, (seed >> 32) & _WORD
     first = _mix(_mix(_mix(low) ^ high) ^ (stream & _WORD))
-    second = _mix(first ^ _GOLDEN ^ ((stream >> 32) & _WORD))
+    # 2**32 / golden ratio separates the two keys made from one seed.
+    second = _mix(first ^ 0x9E3779B9 ^ ((stream >> 32) & _WORD))
     return first, second
 
 

@@ -14,7 +14,7 @@ from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.hiding import hidden_reads
 from passes.schedule.issue_order import IssueOrder, issue_order
-from passes.states.backward_copies import copies_in
+from passes.states.compute_again import copies_in
 from passes.strategies.prices import Prices, local_nbytes
 
 Moved = Mapping[Transfer, Redistribution]

@@ -20,7 +20,7 @@ from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Dim, Layout, ReduceOp
 from passes.plan.transfers import LoweringPlan
 from passes.redistribution.steps import STEPS, Step, step_text
-from passes.states.backward_copies import copied_ops
+from passes.states.compute_again import copied_ops
 
 
 class StepRecord(Struct, frozen=True, forbid_unknown_fields=True, rename={"name": "kind"}):

@@ -24,8 +24,7 @@ from passes.search.state_columns import Columns
 from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import Place, places
-from passes.states.offers import EITHER, Offers, offered, without_either
+from passes.states.offers import EITHER, Offers, Place, offered, places, without_either
 from passes.strategies.prices import Prices
 
 ENOUGH = 5e-3
@@ -93,7 +92,7 @@ class OfferedStates:
         """known: layouts of a good plan of `joint`; overlaps: that it has, None where no timeline says. pinned: the
         ops that are computed again, and no others; None: any may be.
 
-        Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`):
+        Copies live as long as the backward of the part of the forward that they are of (`passes.states.offers`):
         small parts first, then twice as large ones, as then less is kept.
         """
         usual = without_usually_missing(joint)

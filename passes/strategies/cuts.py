@@ -21,9 +21,6 @@ Place = tuple[int, tuple[str, ...]]
 Wider = Mapping[tuple[str, tuple[str, ...]], tuple[Spans, ...]]
 """One op's (factor, axes) -> overlapping spans to compute."""
 
-_MOST_SIZES = 3
-"""Sizes kept per length and axes: every one multiplies the strategies of all ops of that length."""
-
 
 @dataclass(frozen=True)
 class Cuts:
@@ -154,7 +151,7 @@ class _Finder:
     def _know(self, place: Place, sizes: Iterable[int]) -> None:
         """Chunk's own sizes are kept as well: what ops make of them may be others."""
         found = self.sizes.setdefault(place, {})
-        if len(found) < _MOST_SIZES:
+        if len(found) < 3:  # every one multiplies the strategies of all ops of that length
             found.setdefault(tuple(sizes))
 
 

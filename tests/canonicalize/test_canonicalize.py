@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from passes.canonicalize.canonicalize import PIPELINE, canonicalize
+from passes.canonicalize import PIPELINE, canonicalize
 from passes.capture import capture
 from passes.ir.graph_pass import GraphPass
 from passes.ir.joint import JointGraph, tensor_operands

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from tests.canonicalize.graphs import assert_same, assert_valid, joint_of, ops, ramp, run
 
 

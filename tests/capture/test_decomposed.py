@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.capture.capture import capture
 from passes.ir.joint import JointGraph
 from passes.rules.core.rule_registry import is_fallback

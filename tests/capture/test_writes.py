@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from passes.capture import capture, trace
@@ -19,9 +19,13 @@ from tests.models import seeded
 
 def _text(graph: AotGraph) -> list[str]:
     """Module and line of each op with it."""
+    placeholders = graph.module.graph.find_nodes(op="placeholder")
+    ends = dict(zip(placeholders, graph.inputs, strict=True))
     nodes = [n for n in graph.module.graph.nodes if n.op == "call_function"]
+    args = [fx.map_arg((n.args, n.kwargs), lambda operand: ends.get(operand, operand)) for n in nodes]
     return [
-        f"{n.name} = {n.target} {n.args} {n.kwargs} {n.meta['val']} {n.meta.get('custom')}" for n in nodes
+        f"{n.name} = {n.target} {a} {n.meta['val']} {n.meta.get('custom')}"
+        for n, a in zip(nodes, args, strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.cut_head import cut_head
 from passes.simulate.reference import graph_values
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import candidates
+from passes.states.offers import candidates
 from tests.micro_batches.test_cut_head import (
     LENGTH,
     LOSSES,

@@ -17,7 +17,7 @@ from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch
 from passes.simulate.reference import graph_values, reference_inputs
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import candidates
+from passes.states.offers import candidates
 from tests.micro_batches.test_pieces_on_ranks import Chosen, compare, pieces_on_ranks
 
 AXES = ({"dp": 2}, {"dp": 3}, {"tp": 4}, {"dp": 2, "tp": 2})

@@ -30,8 +30,8 @@ from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 from passes.predict.memory_record import LiveValue, MemoryWalk
 from passes.predict.predict_step import PredictedCollective, Prediction
-from passes.states.backward_copies import copies_in
-from passes.states.cut_points import users_choice
+from passes.states.compute_again import copies_in
+from passes.states.offers import users_choice
 
 SMALL = Row("125m", 64, 2, "h100_80gb", 4, 1, "FULL_SHARD", "none", 1000.0)
 BLOCKS = replace(SMALL, checkpointing="full")

@@ -15,8 +15,8 @@ from passes.compile.expand_ops import expand_ops
 from passes.ir.op_work import global_flops
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_tracing import fake_tensors
-from passes.ops import grouped_product as grouped
-from passes.ops.grouped_product import grouped_mm
+from passes.ops import product_ops
+from passes.ops.product_ops import grouped_mm
 from passes.rules.check.trial import call_node
 from tests.capture.running import check as check_captured
 from tests.profiles import slow_compute
@@ -167,7 +167,7 @@ def test_what_is_made_of_torchs_product_is_the_op(kind: str, first: int, ends: l
     shapes = {"rows": ((24, 8), (2, 8, 16)), "summed": ((8, 24), (24, 16))}[kind]
     a, b = (draw.floats(*shape, dtype=torch.bfloat16) for shape in shapes)
     offs = torch.tensor(ends, dtype=torch.int32)
-    got, wanted = grouped._fused(a, b, offs, first, 2), grouped_mm(a, b, offs, first, 2)
+    got, wanted = product_ops._fused(a, b, offs, first, 2), grouped_mm(a, b, offs, first, 2)
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.rules.core.rule_registry import is_fallback
 from passes.rules.core.rule_table import TABLE
 from tests.canonicalize.gone import is_gone

@@ -20,8 +20,7 @@ from passes.search.offered import build_offered
 from passes.search.residency import InPlace, may_be_another
 from passes.search.search_space import SearchSpace
 from passes.search.strategy_space import build_space
-from passes.states.cut_points import places
-from passes.states.offers import offered
+from passes.states.offers import offered, places
 from tests.plans.pipelines import PP, planned, stage_task
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cost_model.timeline import Event, Timeline
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.ir.phase_ops import ops_by_phase

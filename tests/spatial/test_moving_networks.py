@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoshard import MeshSpec, find_plan, verify
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.rules.core.rule_registry import rule_for
 from tests.profiles import slow_compute

@@ -7,10 +7,8 @@ import pytest
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_view
 from passes.stages.stage_graphs import stage_graphs
-from passes.states.backward_copies import AGAIN
-from passes.states.compute_again import compute_again
-from passes.states.cut_points import candidates
-from passes.states.offers import offered
+from passes.states.compute_again import AGAIN, compute_again
+from passes.states.offers import candidates, offered
 from passes.strategies.traffic import eager_traffic
 from tests.plans.pipelines import stage_task
 

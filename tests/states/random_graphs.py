@@ -22,7 +22,7 @@ from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.solver.problem import Infeasible, Solution
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import candidates, places
+from passes.states.offers import candidates, places
 from passes.strategies.prices import Prices
 
 __all__ = ["SmallGraph", "graph_of", "least_seconds", "small_graph", "within"]

@@ -14,9 +14,8 @@ from passes.ir.op_traits import storage_root
 from passes.ir.phase_ops import ops_by_phase
 from passes.lower.phases import split_phases
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.states.backward_copies import copied_ops
-from passes.states.compute_again import compute_again, runs_again
-from passes.states.cut_points import candidates
+from passes.states.compute_again import compute_again, copied_ops, runs_again
+from passes.states.offers import candidates
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph, node_value
-from passes.states.cut_points import candidates, known_ops, places, users_choice
+from passes.states.offers import candidates, known_ops, places, users_choice
 from tests.states.test_compute_again import Block, joint_of
 
 

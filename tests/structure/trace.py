@@ -15,7 +15,7 @@ from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.plan_prices import prices_of
 from cost_model.memory import format_seconds
 from cost_model.profile import Profile
-from passes.canonicalize.canonicalize import canonicalize
+from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, result_shapes, tensor_operands
 from passes.layout.assignment import NodeLayouts
@@ -221,7 +221,7 @@ of the loss that the caller hands in.
 """
 
 CANONICALIZE = """
-`passes/canonicalize/canonicalize.py` writes the same in fewer words. Products are `contract`, which names its loops;
+`passes/canonicalize/__init__.py` writes the same in fewer words. Products are `contract`, which names its loops;
 the permutes
 went into them. `use` stands for the two readers of one value: what they both need moves once.
 """

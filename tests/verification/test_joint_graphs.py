@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes.canonicalize.canonicalize import PIPELINE
+from passes.canonicalize import PIPELINE
 from passes.canonicalize.gradients import GRADIENTS_APART, SCATTERS_WRITTEN
 from passes.canonicalize.insert_uses import READERS_SHARE
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.canonicalize.canonicalize import PIPELINE
+from passes.canonicalize import PIPELINE
 from passes.canonicalize.normalize_arguments import ONE_SPELLING
 from passes.ir.graph_pass import GraphPass, properties_after, run_passes
 from passes.ir.graph_properties import CAPTURED, NO_DEAD_CODE

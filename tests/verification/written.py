@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
-from passes.ir.rewrite import fake_value
 from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 
 
@@ -32,7 +32,7 @@ class Written:
     def call(self, target: Any, *args: Any, phase: str = "forward", **kwargs: Any) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)
         node = self.graph.create_node("call_function", target, args, kwargs, name=packet.__name__)
-        value = fake_value(self.mode, target, args, kwargs)
+        value = FakeCalls()(target, args, kwargs, self.mode)
         node.meta = {"val": value, "phase": phase, "module": "up", "source": "model.py:7"}
         return node
 

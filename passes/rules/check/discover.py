@@ -70,9 +70,6 @@ def first_error(node: fx.Node, rule: OpRule, rtol: float = 1e-9) -> str | None:
     return f"mesh {wrong.mesh}, choices {picks}: {wrong.problem}"
 
 
-_MAX_ASSIGNMENTS = 20_000
-
-
 @dataclass(frozen=True)
 class _Factor:
     """dims: per operand the dim it splits, or None. outcomes: per result the dim in which the parts
@@ -132,7 +129,7 @@ def _candidates(node: fx.Node, operands: Sequence[Tensor], results: Sequence[Ten
     """Every assignment that works, those of most operands, and joining rather than reducing, first."""
     options = [[None, *(d for d in range(t.ndim) if t.shape[d] > 1)] for t in operands]
     count = math.prod(map(len, options))
-    if count > _MAX_ASSIGNMENTS:
+    if count > 20_000:
         raise ShardingError(
             f"cannot discover a rule for {node.target}: {count} assignments of dims to try\n"
             "  try: examples with fewer dims, or register_rule with a rule of your own"

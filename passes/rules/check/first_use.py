@@ -30,8 +30,6 @@ from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import USER_RULES, rule_for
 
 _MOST_ELEMENTS = 65_536
-_MOST_CHOICES = 64
-"""Tried on a mesh."""
 
 _Shapes = list[tuple[int, ...]]
 
@@ -143,7 +141,7 @@ def _wrong(call: fx.Node, odd: bool) -> WrongClaim | None:
     atol = rtol * min([scale for scale in scales if 0 < scale < math.inf], default=1.0)
     raised: Counter[object] = Counter()
     for way in rule_for(call).ways:
-        for wrong in wrong_claims(call, way, rtol, atol=atol, most=_MOST_CHOICES):
+        for wrong in wrong_claims(call, way, rtol, atol=atol, most=64):
             raised[wrong.chosen] += wrong.raised
             if not wrong.raised or (odd and len(wrong.mesh) == 1 and raised[wrong.chosen] == 2):
                 return wrong

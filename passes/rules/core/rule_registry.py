@@ -29,9 +29,6 @@ from passes.rules.core.rule_table import TABLE
 
 _POINTWISE = pointwise()
 
-_MOST_MADE = 10_000
-"""Rules that a table keeps: of a process that plans for days, not all."""
-
 
 @dataclass
 class RuleTable:
@@ -160,7 +157,7 @@ def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
     table = USER_RULES if rules is None else rules
     made = table.made
     if key not in made:
-        if len(made) >= _MOST_MADE:
+        if len(made) >= 10_000:  # a process that plans for days keeps not all
             made.clear()
             table.tried.clear()
         made[key] = builder, _made(node, builder)  # with the builder, so that its id stays its own

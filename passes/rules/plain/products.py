@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from passes.ops.grouped_product import kind_of
+from passes.ops.product_ops import kind_of
 from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets
 from passes.rules.core.emit_op import (
     again,

@@ -1,4 +1,4 @@
-"""`autoshard::circular_pad`: padding with what is at the other end, as one op.
+"""Layers as operators: `autoshard::circular_pad`, padding with what is at the other end, and `autoshard::ctc_loss`.
 
 Torch takes `F.pad(mode="circular")` apart into copies, of which nothing can tell any more that the dim is a circle.
 Where the dim is split in space a rank reads its padding from its neighbours with the rest, across the ends too.
@@ -8,11 +8,17 @@ Where the dim is split in space a rank reads its padding from its neighbours wit
 
 pads: (before, after) of the last dim first, as `aten::constant_pad_nd` has them, for as many dims as one likes; none is
 negative or above the dim's length.
+
+The loss and its gradient are torch's kernels, with results of one shape whatever the lengths are.
+log_probs [t, n, c], targets [n, s], both lengths [n]; of a row of targets, what lies beyond its length is not read.
+Torch's own op also gives the forward's table, of which the part beyond the lengths is left unwritten; the gradient
+computes it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,3 +74,29 @@ circular_pad_backward = differentiable_operator(
 )
 differentiated_by(circular_pad, circular_pad_backward, slice(1, 1))
 differentiated_by(circular_pad_backward, circular_pad, slice(1, 1))
+
+
+_PROBLEM = """Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank,
+    bool zero_infinity"""
+
+
+def _backward(grad: Tensor, *problem: Any) -> Tensor:
+    tensors, options = problem[:4], problem[4:]
+    found = aten._ctc_loss.Tensor(*problem)
+    return aten._ctc_loss_backward.Tensor(grad, *tensors, *found, *options)
+
+
+ctc_loss = differentiable_operator(
+    f"ctc_loss({_PROBLEM}) -> Tensor",
+    lambda *problem: aten._ctc_loss.Tensor(*problem)[0],
+    lambda log_probs, *problem: log_probs.new_empty(log_probs.shape[1]),
+)
+"""[n]: the loss of each sequence, infinite where it is too short for its targets."""
+ctc_loss_backward = differentiable_operator(
+    f"ctc_loss_backward(Tensor grad, {_PROBLEM}) -> Tensor",
+    _backward,
+    lambda grad, log_probs, *problem: log_probs.new_empty(log_probs.shape),
+)
+"""[t, n, c]: the gradient of `ctc_loss` with respect to log_probs."""
+differentiated_by(ctc_loss, ctc_loss_backward, slice(0, 4))
+ctc_loss.register_autocast("cpu", torch.float32)  # as torch's own is
