@@ -120,10 +120,10 @@ class MeshSpec:
 
     def linear_index(self, rank: int, axes: Sequence[str]) -> int:
         """Position of `rank` within `group(rank, axes)`."""
-        home = self.coordinate(rank)
         position = 0
         for axis in axes:
-            position = position * self.size(axis) + home[axis]
+            size = self.size(axis)
+            position = position * size + rank // self.stride(axis) % size
         return position
 
     def real_axes(self) -> tuple[str, ...]:

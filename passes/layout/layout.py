@@ -73,9 +73,16 @@ def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tup
 
 
 @cache
-def nested_spans(length: int, axis_sizes: tuple[int, ...]) -> tuple[Span, ...]:
+def nested_spans(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tuple[Span, ...]:
     """The parts of which `nested_sizes` gives the sizes."""
-    return spans_of(nested_sizes(length, axis_sizes))
+    return spans_of(nested_sizes(length, axis_sizes, unit))
+
+
+def first_part(length: int, mesh: MeshSpec, axes: Sequence[str]) -> int:
+    """The first of `nested_sizes`, which none exceeds."""
+    for axis in axes:
+        length = -(-length // mesh.size(axis))
+    return length
 
 
 class Halo(Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,10 +190,13 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     def interval(self, shape: Sequence[int], mesh: MeshSpec, dim: int, rank: int) -> tuple[int, int]:
         """Half-open [lo, hi) that `rank` holds of `dim`, in global coordinates."""
         index = mesh.linear_index(rank, self.dims[dim])
-        halo = self.halos[dim]
+        halo, explicit = self.halos[dim], self.sizes[dim]
         if halo is not None:
             return halo.spans[index]
-        return spans_of(self.split_sizes(shape, mesh, dim))[index]
+        if explicit is None:
+            return nested_spans(shape[dim], tuple(mesh.size(a) for a in self.dims[dim]))[index]
+        lo = sum(explicit[:index])
+        return lo, lo + explicit[index]
 
     def local_shape(self, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[int, ...]:
         spans = (self.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
@@ -194,7 +204,13 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
 
     def max_local_shape(self, shape: Sequence[int], mesh: MeshSpec) -> tuple[int, ...]:
         """Largest shard of each dim: the shape that prices and memory are counted for."""
-        return tuple(max(self.split_sizes(shape, mesh, dim)) for dim in range(len(shape)))
+        return tuple(self._largest(length, mesh, dim) for dim, length in enumerate(shape))
+
+    def _largest(self, length: int, mesh: MeshSpec, dim: int) -> int:
+        halo, explicit = self.halos[dim], self.sizes[dim]
+        if halo is not None:
+            return max(halo.sizes)
+        return first_part(length, mesh, self.dims[dim]) if explicit is None else max(explicit)
 
     def format(self, shape: Sequence[int], dtype: str) -> str:
         """`f32[8@dp, 128, 512@tp]+x:sum`; sizes in braces where they are not the default."""
