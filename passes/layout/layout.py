@@ -7,6 +7,7 @@ ranks hold: f32[97@sp{0:34,32:66,64:97}]; as summands of it: f32[97@sp{0:34+32:6
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Annotated
@@ -150,14 +151,10 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
         for dim, (length, axes) in enumerate(zip(shape, dims, strict=True)):
             given = None if sizes is None else sizes[dim]
             halo = None if halos is None else halos[dim]
-            if halo is not None and _is_partition(halo.spans, length):
-                given, halo = halo.sizes, None
+            counts = tuple(mesh.size(axis) for axis in axes)
+            given, halo = normal_split(length, counts, None if given is None else tuple(given), halo)
+            normal.append(given)
             kept.append(halo)
-            if given is not None:
-                assert sum(given) == length and len(given) == mesh.size(*axes), (given, length, axes)
-                if tuple(given) == nested_sizes(length, tuple(mesh.size(a) for a in axes)):
-                    given = None
-            normal.append(None if given is None else tuple(given))
         return Layout(tuple(tuple(axes) for axes in dims), tuple(sorted(partial)), tuple(normal), tuple(kept))
 
     @property
@@ -226,6 +223,17 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         splits = ", ".join("".join(f"@{a}" for a in axes) or "-" for axes in self.dims)
         return f"[{splits}]" + "".join(f"+{axis}:{op}" for axis, op in self.partial)
+
+
+def normal_split(
+    length: int, counts: tuple[int, ...], sizes: tuple[int, ...] | None, halo: Halo | None
+) -> tuple[tuple[int, ...] | None, Halo | None]:
+    """Explicit sizes and halo of a dim of `length`, as `Layout` keeps them. counts: ranks along its axes."""
+    if halo is not None and _is_partition(halo.spans, length):
+        sizes, halo = halo.sizes, None
+    if sizes is not None:
+        assert sum(sizes) == length and len(sizes) == math.prod(counts), (sizes, length, counts)
+    return None if sizes == nested_sizes(length, counts) else sizes, halo
 
 
 def _is_partition(spans: Sequence[Span], length: int) -> bool:
