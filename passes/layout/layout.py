@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -47,8 +47,13 @@ def laps(span: Span, part: Span, length: int) -> list[tuple[Span, int]]:
 
 def spans_of(sizes: Sequence[int]) -> tuple[Span, ...]:
     """The ranges that sizes make up in a row."""
-    ends = itertools.accumulate(sizes)
-    return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
+    return _spans_of(tuple(sizes))
+
+
+@cache
+def _spans_of(sizes: tuple[int, ...]) -> tuple[Span, ...]:
+    ends = (0, *itertools.accumulate(sizes))
+    return tuple(itertools.pairwise(ends))
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -229,19 +234,20 @@ def normal_split(
     length: int, counts: tuple[int, ...], sizes: tuple[int, ...] | None, halo: Halo | None
 ) -> tuple[tuple[int, ...] | None, Halo | None]:
     """Explicit sizes and halo of a dim of `length`, as `Layout` keeps them. counts: ranks along its axes."""
-    if halo is not None and _is_partition(halo.spans, length):
-        sizes, halo = halo.sizes, None
+    if halo is not None and (parts := _partition(halo.spans, length)) is not None:
+        sizes, halo = parts, None
     if sizes is not None:
         assert sum(sizes) == length and len(sizes) == math.prod(counts), (sizes, length, counts)
     return None if sizes == nested_sizes(length, counts) else sizes, halo
 
 
-def _is_partition(spans: Sequence[Span], length: int) -> bool:
-    """Whether the spans, in order, make up [0, length)."""
+@lru_cache(maxsize=4096)
+def _partition(spans: tuple[Span, ...], length: int) -> tuple[int, ...] | None:
+    """Sizes of spans that, in order, make up [0, length); None of others."""
     end = 0
     for lo, hi in spans:
         if lo < hi:
             if lo != end:
-                return False
+                return None
             end = hi
-    return end == length
+    return tuple(hi - lo for lo, hi in spans) if end == length else None

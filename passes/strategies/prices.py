@@ -29,7 +29,6 @@ from passes.rules.core.rule_registry import rule_for
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, operand_orders
 from passes.strategies.traffic import OpTraffic, TrafficModel, fused_traffic
 
-
 T = TypeVar("T")
 
 

@@ -27,8 +27,9 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import node_value, node_values, result_index, tensor_operands
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
-from passes.layout.layout import Halo, Layout, Span, nested_spans, normal_split
-from passes.rules.core.rule import Dim, OpRule
+from passes.layout.layout import Halo, Layout, Span, nested_sizes, nested_spans, normal_split
+from passes.layout.windows import Window
+from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 
 Shape = Sequence[int]
@@ -94,8 +95,8 @@ def _unit_choices(axes: Unit, factors: Sequence[str], rule: OpRule) -> list[_Cho
 
 @dataclass(frozen=True)
 class _Tensor:
-    """heads: per dim its first factor of size > 1. summed: factors that it lacks, with their reductions. like: the first
-    tensor whose layouts are the same."""
+    """heads: per dim its first factor of size > 1. summed: factors that it lacks, with their reductions. like: the
+    first tensor whose layouts are the same."""
 
     heads: tuple[str | None, ...]
     summed: tuple[tuple[str, str], ...]
@@ -199,22 +200,25 @@ class _Maker:
             return None, None
         key = tensor, d, id(split)
         if key not in self.halves:
-            halo = self._halo(tensor, d, self.rule.operands_and_results[tensor][d], split)
-            counts = tuple(map(self.mesh.size, split.axes))
-            self.halves[key] = normal_split(self.shapes[tensor][d], counts, None, halo)
+            sizes, window = self.rule.sizes, self.rule.windows.get((tensor, d))
+            counts, length = tuple(map(self.mesh.size, split.axes)), self.shapes[tensor][d]
+            inner = (
+                math.prod(sizes[f] for f in self.rule.operands_and_results[tensor][d]) // sizes[split.factor]
+            )
+            explicit, halo = None, None
+            if window is not None:
+                parts = split.parts(sizes[split.factor], self.mesh)
+                spans = tuple(window.reads(lo, hi) for lo, hi in parts)
+                halo = Halo(spans, summed=tensor >= len(self.rule.operands))
+            elif split.spans is not None:
+                wide = (
+                    split.spans if inner == 1 else tuple((lo * inner, hi * inner) for lo, hi in split.spans)
+                )
+                halo = Halo(wide, summed=False)
+            elif inner > 1:
+                explicit = nested_sizes(length, counts, inner)
+            self.halves[key] = normal_split(length, counts, explicit, halo)
         return self.halves[key]
-
-    def _halo(self, tensor: int, d: int, dim: Dim, split: FactorSplit) -> Halo | None:
-        """Of what is not in torch.chunk's parts of the dim."""
-        sizes, window = self.rule.sizes, self.rule.windows.get((tensor, d))
-        inner = math.prod(sizes[f] for f in dim) // sizes[split.factor]
-        if window is None and inner == 1 and split.spans is None:
-            return None
-        parts = split.parts(sizes[split.factor], self.mesh)
-        if window is None:
-            return Halo(tuple((lo * inner, hi * inner) for lo, hi in parts), summed=False)
-        summed = tensor >= len(self.rule.operands)
-        return Halo(tuple(window.reads(lo, hi) for lo, hi in parts), summed=summed)
 
 
 Spans = tuple[Span, ...]
@@ -245,6 +249,7 @@ class _ChainFinder:
     joined: JoinedAxes
     asked: dict[tuple[fx.Node, int, int], Asked] = field(default_factory=dict)
     wider: dict[str, Wider] = field(default_factory=dict)
+    reads: dict[Hashable, tuple[Spans, Spans, bool]] = field(default_factory=dict)
 
     def follow(self, node: fx.Node, rule: OpRule) -> None:
         wanted = {factor: self._wanted(node, rule, factor) for factor in rule.splittable}
@@ -286,15 +291,28 @@ class _ChainFinder:
                 _merge(place.setdefault(axes, {}), spans)
             return
         for axes in _runs(in_units(self.mesh.real_axes(), self.joined)):
-            found: dict[Spans, int] = {}
             counts = tuple(self.mesh.size(axis) for axis in axes)
-            for option in self.cuts.options(rule.sizes[factor], axes, self.mesh):
-                parts = option or nested_spans(rule.sizes[factor], counts)
-                found[tuple(window.reads(lo, hi) for lo, hi in parts)] = 1
-            for parts, away in wanted.get(axes, {}).items():
-                if away < _LONGEST:
-                    found.setdefault(tuple(window.reads(lo, hi) for lo, hi in parts), away + 1)
-            _merge(place.setdefault(axes, {}), {s: n for s, n in found.items() if _overlap(s, length)})
+            options = self.cuts.options(rule.sizes[factor], axes, self.mesh)
+            parts = [(option or nested_spans(rule.sizes[factor], counts), 1) for option in options]
+            parts += [(spans, away + 1) for spans, away in wanted.get(axes, {}).items() if away < _LONGEST]
+            found: dict[Spans, int] = {}
+            for each, away in parts:
+                spans, overlap = self._read(window, each, length)
+                if overlap:
+                    found.setdefault(spans, away)
+            _merge(place.setdefault(axes, {}), found)
+
+    def _read(self, window: Window, parts: Spans, length: int) -> tuple[Spans, bool]:
+        """What the parts read of an operand's dim, and whether that overlaps."""
+        key = window, id(parts), length
+        if key not in self.reads:
+            spans = tuple(window.reads(lo, hi) for lo, hi in parts)
+            self.reads[key] = (
+                parts,
+                spans,
+                _overlap(spans, length),
+            )  # with the parts: their id stays their own
+        return self.reads[key][1:]
 
 
 def _merge(into: dict[Spans, int], spans: Mapping[Spans, int]) -> None:
