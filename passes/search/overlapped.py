@@ -25,20 +25,24 @@ from passes.search.recombine import recombined
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
 from passes.solver.problem import Problem, Solution
-from passes.solver.solve import ROUNDING, mixed, solve
+from passes.solver.solve import ROUNDING, mixed, restricted, solve
 from passes.solver.tables import Tables
 
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
 stays is stated in the plan."""
-INNER_GAP = 1e-4
-"""Relative gap of all solutions but the first: planes need not be exact to bound."""
+INNER_GAP, GAP_SHARE = 1e-4, 0.1
+"""Relative gap of all solutions but the first, and what share of the gap between cost and bound it may be: planes need
+not be exact to bound."""
+LARGE, LARGE_GAP = 5_000_000, 5e-3
+"""Different edge entries above which a relative gap is left, and how much."""
 ROUNDS = 30
 """Most problems solved."""
 ROWS_INSIDE = 2_000_000
 """Edge entries of the largest problem that is solved with its memory rows; in larger ones memory has prices."""
-FIRST_STEP, STEP = 0.25, 0.5
-"""How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]."""
+FIRST_STEP, STEP, MIXED_STEP = 0.25, 0.5, 0.9
+"""How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]: under
+those of mixes, which tell nearly where the bound is highest, most of the way."""
 UNMOVED = 0.1
 """Share of what the bound may still rise by that the highest point must have fallen by, to go half way again."""
 FIRST_CAP, RAISE = 0.1, 8.0
@@ -88,7 +92,9 @@ class CuttingPlanes:
         self.kinds = kinds
         self.deadline = deadline
         self.rows_inside = rows_inside
-        self.relative_gap = relative_gap
+        self.mixes = rows_inside or problem.limit is None
+        entries = sum({id(matrix): matrix.size for matrix in problem.edge_costs}.values())
+        self.relative_gap = max(relative_gap, LARGE_GAP) if entries > LARGE else relative_gap
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
@@ -140,10 +146,7 @@ class CuttingPlanes:
     def _solve_at(self, point: Point) -> None:
         weighted = self._weighted(point)
         inner = weighted if self.rows_inside else charged(weighted, point.prices)
-        gap = (
-            max(INNER_GAP, self.relative_gap) if self.planes else self.relative_gap
-        )  # the first may be the answer
-        found = self._solved(inner, gap)
+        found = self._solved(inner, self._inner_gap())
         bound = found.lower_bound - sum(point.prices.values())
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
@@ -151,6 +154,12 @@ class CuttingPlanes:
         self._add_plane(found.choice)
         self.offer(found.choice)
         self._mix()
+
+    def _inner_gap(self) -> float:
+        """The first may be the answer; of others a share of what is not proven yet."""
+        if not self.planes:
+            return self.relative_gap
+        return max(self.relative_gap, INNER_GAP, min(LARGE_GAP, GAP_SHARE * self._gap()))
 
     def _solved(self, inner: Problem, gap: float) -> Solution:
         return solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
@@ -198,6 +207,8 @@ class CuttingPlanes:
             found = self._highest_point()
         if found is None:
             return None
+        if self.mixes and len(self.planes) > 1:
+            found = self._of_mixes(found)
         highest, point = found
         if self.choice and highest <= self.bound + max(ENOUGH, self.relative_gap) * self.cost:
             return None
@@ -205,12 +216,32 @@ class CuttingPlanes:
         self.highest = highest
         return self.bound_at.towards(point, self._step(unmoved))
 
+    def _of_mixes(self, found: tuple[float, Point]) -> tuple[float, Point]:
+        """The highest point under the planes of all mixes of the choices so far: those that cut are added. A mix is
+        found in little time, so fewer whole problems are solved."""
+        choices = list(dict.fromkeys(self.found))
+        keep = [sorted(set(strategies)) for strategies in zip(*choices, strict=True)]
+        small = restricted(self.problem, dict(enumerate(keep)))
+        for _ in range(ROUNDS):
+            highest, point = found
+            weighted = self.kinds.weighted(small, point.weights(self.kinds.paths))
+            mix = solve(weighted, time_limit=self._left(), relative_gap=INNER_GAP)
+            choice = tuple(k[a] for k, a in zip(keep, mix.choice, strict=True))
+            if mix.cost >= (1.0 - INNER_GAP) * highest or choice in self.found:
+                break
+            self._add_plane(choice)
+            self.offer(choice)
+            found = self._highest_point() or found
+        return found
+
     def _step(self, unmoved: bool) -> float:
         """With one plane the highest point is a corner; with few it swings from side to side, until planes stop cutting
         it off: halfway, again and again, would only halve what is left to be proven."""
         if unmoved:
             return 1.0
-        return STEP if len(self.planes) > 1 else FIRST_STEP
+        if len(self.planes) == 1:
+            return FIRST_STEP
+        return MIXED_STEP if self.mixes else STEP
 
     def _highest_point(self) -> tuple[float, Point] | None:
         return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
