@@ -79,9 +79,9 @@ def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tup
 
 
 @cache
-def nested_spans(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tuple[Span, ...]:
+def nested_spans(length: int, axis_sizes: tuple[int, ...]) -> tuple[Span, ...]:
     """The parts of which `nested_sizes` gives the sizes."""
-    return spans_of(nested_sizes(length, axis_sizes, unit))
+    return spans_of(nested_sizes(length, axis_sizes))
 
 
 def first_part(length: int, mesh: MeshSpec, axes: Sequence[str]) -> int:

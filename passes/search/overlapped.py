@@ -19,12 +19,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from passes.search.cost_kinds import CostKinds
+from passes.search.cost_kinds import CostKinds, recombined
 from passes.search.planes import Plane, Point, charged, highest_point
-from passes.search.recombine import recombined
+from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
-from passes.solver.problem import Problem, Solution
+from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import ROUNDING, mixed, restricted, solve
 from passes.solver.tables import Tables
 
@@ -49,7 +49,7 @@ FIRST_CAP, RAISE = 0.1, 8.0
 """The largest price of memory at first, as a share of the cost; and by what it grows where that is too small."""
 NEWEST = 4
 """Choices that are mixed."""
-MIX_SHARE, MIX_SECONDS = 0.1, 6.0
+MIX_SHARE, MIX_SECONDS = 0.1, 5.0
 """Share of the time left, and seconds at most, for one mix."""
 
 
@@ -187,7 +187,10 @@ class CuttingPlanes:
     def _mix(self) -> None:
         """Offer the best mix of the last choices, where they differ in what fits."""
         if self.rows:
-            self._offer_mix(self.found[-NEWEST:], min(MIX_SECONDS, MIX_SHARE * self._left()))
+            self._offer_mix(self.found[-NEWEST:], self._mix_seconds())
+
+    def _mix_seconds(self) -> float:
+        return min(MIX_SECONDS, MIX_SHARE * self._left())
 
     def _offer_mix(self, choices: Sequence[tuple[int, ...]], seconds: float) -> None:
         if len(choices) > 1:
@@ -254,3 +257,37 @@ class CuttingPlanes:
         found = solve(self._weighted(self.bound_at), time_limit=self._left())
         self.bound = max(self.bound, found.lower_bound)
         self.offer(found.choice)
+
+
+class TiedPlanes(CuttingPlanes):
+    """The best choice within a memory limit of those in which equal layers choose alike, and mixes of such choices.
+
+    Every problem is solved with one node for all that are alike (`passes.solver.alike`), so a deep model takes as long
+    as one of a few layers. Where some layers have to be unlike others for the best use of a limit, the best mix of all
+    choices is taken in the end. What is bounded are such choices alone.
+    """
+
+    def __init__(
+        self, problem: Problem, kinds: CostKinds, ties: Ties, deadline: float, relative_gap: float
+    ) -> None:
+        super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
+        self.ties = ties
+
+    def run(self) -> None:
+        """Raises Infeasible if no choice fits, tied or not, or none was found."""
+        super().run()
+        choices = list(dict.fromkeys(self.found))
+        self._offer_mix(choices, 2.0 * self._mix_seconds())
+        if not self.choice:
+            raise Infeasible("time")
+
+    def _solved(self, inner: Problem, gap: float) -> Solution:
+        found = solve(self.ties.problem(inner), time_limit=self._left(), relative_gap=gap)
+        choice = self.ties.expanded(found.choice)
+        return Solution(choice, found.cost, found.lower_bound, found.gap, found.status)
+
+    def _mix(self) -> None:
+        """Once, at the end."""
+
+    def _with_rows(self) -> None:
+        """What fits at no price may fit as a mix."""
