@@ -7,6 +7,7 @@ ranks hold: f32[97@sp{0:34,32:66,64:97}]; as summands of it: f32[97@sp{0:34+32:6
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Annotated
@@ -46,8 +47,13 @@ def laps(span: Span, part: Span, length: int) -> list[tuple[Span, int]]:
 
 def spans_of(sizes: Sequence[int]) -> tuple[Span, ...]:
     """The ranges that sizes make up in a row."""
-    ends = itertools.accumulate(sizes)
-    return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
+    return _spans_of(tuple(sizes))
+
+
+@cache
+def _spans_of(sizes: tuple[int, ...]) -> tuple[Span, ...]:
+    ends = (0, *itertools.accumulate(sizes))
+    return tuple(itertools.pairwise(ends))
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -76,6 +82,13 @@ def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tup
 def nested_spans(length: int, axis_sizes: tuple[int, ...]) -> tuple[Span, ...]:
     """The parts of which `nested_sizes` gives the sizes."""
     return spans_of(nested_sizes(length, axis_sizes))
+
+
+def first_part(length: int, mesh: MeshSpec, axes: Sequence[str]) -> int:
+    """The first of `nested_sizes`, which none exceeds."""
+    for axis in axes:
+        length = -(-length // mesh.size(axis))
+    return length
 
 
 class Halo(Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,14 +156,10 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
         for dim, (length, axes) in enumerate(zip(shape, dims, strict=True)):
             given = None if sizes is None else sizes[dim]
             halo = None if halos is None else halos[dim]
-            if halo is not None and _is_partition(halo.spans, length):
-                given, halo = halo.sizes, None
+            counts = tuple(mesh.size(axis) for axis in axes)
+            given, halo = normal_split(length, counts, None if given is None else tuple(given), halo)
+            normal.append(given)
             kept.append(halo)
-            if given is not None:
-                assert sum(given) == length and len(given) == mesh.size(*axes), (given, length, axes)
-                if tuple(given) == nested_sizes(length, tuple(mesh.size(a) for a in axes)):
-                    given = None
-            normal.append(None if given is None else tuple(given))
         return Layout(tuple(tuple(axes) for axes in dims), tuple(sorted(partial)), tuple(normal), tuple(kept))
 
     @property
@@ -183,20 +192,26 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     def interval(self, shape: Sequence[int], mesh: MeshSpec, dim: int, rank: int) -> tuple[int, int]:
         """Half-open [lo, hi) that `rank` holds of `dim`, in global coordinates."""
         index = mesh.linear_index(rank, self.dims[dim])
-        halo = self.halos[dim]
+        halo, explicit = self.halos[dim], self.sizes[dim]
         if halo is not None:
             return halo.spans[index]
-        explicit = self.sizes[dim]
-        if explicit is not None:
-            return spans_of(explicit)[index]
-        return nested_spans(shape[dim], tuple(mesh.size(a) for a in self.dims[dim]))[index]
+        if explicit is None:
+            return nested_spans(shape[dim], tuple(mesh.size(a) for a in self.dims[dim]))[index]
+        lo = sum(explicit[:index])
+        return lo, lo + explicit[index]
 
     def local_shape(self, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[int, ...]:
         return _local_shape(self, tuple(shape), mesh, rank)
 
     def max_local_shape(self, shape: Sequence[int], mesh: MeshSpec) -> tuple[int, ...]:
         """Largest shard of each dim: the shape that prices and memory are counted for."""
-        return tuple(max(self.split_sizes(shape, mesh, dim)) for dim in range(len(shape)))
+        return tuple(self._largest(length, mesh, dim) for dim, length in enumerate(shape))
+
+    def _largest(self, length: int, mesh: MeshSpec, dim: int) -> int:
+        halo, explicit = self.halos[dim], self.sizes[dim]
+        if halo is not None:
+            return max(halo.sizes)
+        return first_part(length, mesh, self.dims[dim]) if explicit is None else max(explicit)
 
     def format(self, shape: Sequence[int], dtype: str) -> str:
         """`f32[8@dp, 128, 512@tp]+x:sum`; sizes in braces where they are not the default."""
@@ -221,12 +236,24 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: MeshSpec, rank: i
     return tuple(hi - lo for lo, hi in spans)
 
 
-def _is_partition(spans: Sequence[Span], length: int) -> bool:
-    """Whether the spans, in order, make up [0, length)."""
+def normal_split(
+    length: int, counts: tuple[int, ...], sizes: tuple[int, ...] | None, halo: Halo | None
+) -> tuple[tuple[int, ...] | None, Halo | None]:
+    """Explicit sizes and halo of a dim of `length`, as `Layout` keeps them. counts: ranks along its axes."""
+    if halo is not None and (parts := _partition(halo.spans, length)) is not None:
+        sizes, halo = parts, None
+    if sizes is not None:
+        assert sum(sizes) == length and len(sizes) == math.prod(counts), (sizes, length, counts)
+    return None if sizes == nested_sizes(length, counts) else sizes, halo
+
+
+@lru_cache(maxsize=4096)
+def _partition(spans: tuple[Span, ...], length: int) -> tuple[int, ...] | None:
+    """Sizes of spans that, in order, make up [0, length); None of others."""
     end = 0
     for lo, hi in spans:
         if lo < hi:
             if lo != end:
-                return False
+                return None
             end = hi
-    return end == length
+    return tuple(hi - lo for lo, hi in spans) if end == length else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, order
 from passes.layout.layout import Halo, Span, laps, nested_sizes, spans_of
 
 Ints = npt.NDArray[np.int64]
+Sizes = tuple[int, ...]
 
 
 class Split(NamedTuple):
@@ -47,6 +48,9 @@ class DimSplits:
     mesh: MeshSpec
     spec: DimSpec
     joined: JoinedAxes = ()
+    prefixes: dict[tuple[int, tuple[str, ...], int], tuple[Sizes, Sizes | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def known(self) -> dict[tuple[str, ...], tuple[tuple[int, ...], ...]]:
@@ -72,9 +76,13 @@ class DimSplits:
         """
         if split.sizes is None:
             return None
-        step = self.mesh.size(*split.axes[count:])
-        sums = tuple(sum(split.sizes[i : i + step]) for i in range(0, len(split.sizes), step))
-        return self.normal(split.axes[:count], sums)
+        key = id(split.sizes), split.axes, count
+        if key not in self.prefixes:
+            step = self.mesh.size(*split.axes[count:])
+            sums = tuple(np.add.reduceat(split.sizes, range(0, len(split.sizes), step)).tolist())
+            # With the sizes, so that their id stays their own.
+            self.prefixes[key] = split.sizes, self.normal(split.axes[:count], sums)
+        return self.prefixes[key][1]
 
     def gathers(self, split: Split) -> Iterator[tuple[tuple[str, ...], Split]]:
         """(run of minor-most axes, what is left when it is gathered)."""
@@ -153,8 +161,7 @@ class DimSplits:
         """What part of its shard the rank with most sends or receives; None if lengths or axes leave it open."""
         if not self.spec.length or held.axes != wanted.axes:
             return None
-        before, after = self.parts(held), self.parts(wanted)
-        return foreign_elements(before, after, self.spec.length) / max(1, *(hi - lo for lo, hi in before))
+        return _foreign_share(self.parts(held), self.parts(wanted), self.spec.length)
 
     def common(self, one: Split, two: Split) -> int:
         """Number of major axes over which both splits make the same parts."""
@@ -177,13 +184,21 @@ def subsets(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
 
 
 @lru_cache(maxsize=4096)
+def _foreign_share(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int) -> float:
+    return foreign_elements(held, wanted, length) / max(1, *(hi - lo for lo, hi in held))
+
+
 def foreign_elements(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int) -> int:
     """The most that any rank sends to, or receives from, others when spans `held` become spans `wanted`, of a dim of
     `length`. Positions count modulo the length; what several ranks hold, each of them sends."""
     if not length or not held:
         return 0
-    own = np.array([_shared(one, two, length) for one, two in zip(held, wanted, strict=True)])
     before, after = np.array(held, dtype=np.int64), np.array(wanted, dtype=np.int64)
+    if min(before.min(), after.min()) >= 0 and max(before.max(), after.max()) <= length:
+        first, last = np.maximum(before, after)[:, 0], np.minimum(before, after)[:, 1]
+        own = np.maximum(0, last - first)
+    else:
+        own = np.array([_shared(one, two, length) for one, two in zip(held, wanted, strict=True)])
     received, sent = _met(after, before, length) - own, _met(before, after, length) - own
     return int(max(received.max(), sent.max()))
 

@@ -19,33 +19,37 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from passes.search.cost_kinds import CostKinds
+from passes.search.cost_kinds import CostKinds, recombined
 from passes.search.planes import Plane, Point, charged, highest_point
-from passes.search.recombine import recombined
+from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
-from passes.solver.problem import Problem, Solution
-from passes.solver.solve import ROUNDING, mixed, solve
+from passes.solver.problem import Infeasible, Problem, Solution
+from passes.solver.solve import ROUNDING, mixed, restricted, solve
 from passes.solver.tables import Tables
 
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
 stays is stated in the plan."""
-INNER_GAP = 1e-4
-"""Relative gap of all solutions but the first: planes need not be exact to bound."""
+INNER_GAP, GAP_SHARE = 1e-4, 0.1
+"""Relative gap of all solutions but the first, and what share of the gap between cost and bound it may be: planes need
+not be exact to bound."""
+LARGE, LARGE_GAP = 5_000_000, 5e-3
+"""Different edge entries above which a relative gap is left, and how much."""
 ROUNDS = 30
 """Most problems solved."""
 ROWS_INSIDE = 2_000_000
 """Edge entries of the largest problem that is solved with its memory rows; in larger ones memory has prices."""
-FIRST_STEP, STEP = 0.25, 0.5
-"""How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]."""
+FIRST_STEP, STEP, MIXED_STEP = 0.25, 0.5, 0.9
+"""How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]: under
+those of mixes, which tell nearly where the bound is highest, most of the way."""
 UNMOVED = 0.1
 """Share of what the bound may still rise by that the highest point must have fallen by, to go half way again."""
 FIRST_CAP, RAISE = 0.1, 8.0
 """The largest price of memory at first, as a share of the cost; and by what it grows where that is too small."""
 NEWEST = 4
 """Choices that are mixed."""
-MIX_SHARE, MIX_SECONDS = 0.1, 6.0
+MIX_SHARE, MIX_SECONDS = 0.1, 5.0
 """Share of the time left, and seconds at most, for one mix."""
 
 
@@ -88,7 +92,9 @@ class CuttingPlanes:
         self.kinds = kinds
         self.deadline = deadline
         self.rows_inside = rows_inside
-        self.relative_gap = relative_gap
+        self.mixes = rows_inside or problem.limit is None
+        entries = sum({id(matrix): matrix.size for matrix in problem.edge_costs}.values())
+        self.relative_gap = max(relative_gap, LARGE_GAP) if entries > LARGE else relative_gap
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
@@ -140,10 +146,7 @@ class CuttingPlanes:
     def _solve_at(self, point: Point) -> None:
         weighted = self._weighted(point)
         inner = weighted if self.rows_inside else charged(weighted, point.prices)
-        gap = (
-            max(INNER_GAP, self.relative_gap) if self.planes else self.relative_gap
-        )  # the first may be the answer
-        found = self._solved(inner, gap)
+        found = self._solved(inner, self._inner_gap())
         bound = found.lower_bound - sum(point.prices.values())
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
@@ -151,6 +154,12 @@ class CuttingPlanes:
         self._add_plane(found.choice)
         self.offer(found.choice)
         self._mix()
+
+    def _inner_gap(self) -> float:
+        """The first may be the answer; of others a share of what is not proven yet."""
+        if not self.planes:
+            return self.relative_gap
+        return max(self.relative_gap, INNER_GAP, min(LARGE_GAP, GAP_SHARE * self._gap()))
 
     def _solved(self, inner: Problem, gap: float) -> Solution:
         return solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
@@ -178,7 +187,10 @@ class CuttingPlanes:
     def _mix(self) -> None:
         """Offer the best mix of the last choices, where they differ in what fits."""
         if self.rows:
-            self._offer_mix(self.found[-NEWEST:], min(MIX_SECONDS, MIX_SHARE * self._left()))
+            self._offer_mix(self.found[-NEWEST:], self._mix_seconds())
+
+    def _mix_seconds(self) -> float:
+        return min(MIX_SECONDS, MIX_SHARE * self._left())
 
     def _offer_mix(self, choices: Sequence[tuple[int, ...]], seconds: float) -> None:
         if len(choices) > 1:
@@ -198,6 +210,8 @@ class CuttingPlanes:
             found = self._highest_point()
         if found is None:
             return None
+        if self.mixes and len(self.planes) > 1:
+            found = self._of_mixes(found)
         highest, point = found
         if self.choice and highest <= self.bound + max(ENOUGH, self.relative_gap) * self.cost:
             return None
@@ -205,12 +219,32 @@ class CuttingPlanes:
         self.highest = highest
         return self.bound_at.towards(point, self._step(unmoved))
 
+    def _of_mixes(self, found: tuple[float, Point]) -> tuple[float, Point]:
+        """The highest point under the planes of all mixes of the choices so far: those that cut are added. A mix is
+        found in little time, so fewer whole problems are solved."""
+        choices = list(dict.fromkeys(self.found))
+        keep = [sorted(set(strategies)) for strategies in zip(*choices, strict=True)]
+        small = restricted(self.problem, dict(enumerate(keep)))
+        for _ in range(ROUNDS):
+            highest, point = found
+            weighted = self.kinds.weighted(small, point.weights(self.kinds.paths))
+            mix = solve(weighted, time_limit=self._left(), relative_gap=INNER_GAP)
+            choice = tuple(k[a] for k, a in zip(keep, mix.choice, strict=True))
+            if mix.cost >= (1.0 - INNER_GAP) * highest or choice in self.found:
+                break
+            self._add_plane(choice)
+            self.offer(choice)
+            found = self._highest_point() or found
+        return found
+
     def _step(self, unmoved: bool) -> float:
         """With one plane the highest point is a corner; with few it swings from side to side, until planes stop cutting
         it off: halfway, again and again, would only halve what is left to be proven."""
         if unmoved:
             return 1.0
-        return STEP if len(self.planes) > 1 else FIRST_STEP
+        if len(self.planes) == 1:
+            return FIRST_STEP
+        return MIXED_STEP if self.mixes else STEP
 
     def _highest_point(self) -> tuple[float, Point] | None:
         return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
@@ -223,3 +257,37 @@ class CuttingPlanes:
         found = solve(self._weighted(self.bound_at), time_limit=self._left())
         self.bound = max(self.bound, found.lower_bound)
         self.offer(found.choice)
+
+
+class TiedPlanes(CuttingPlanes):
+    """The best choice within a memory limit of those in which equal layers choose alike, and mixes of such choices.
+
+    Every problem is solved with one node for all that are alike (`passes.solver.alike`), so a deep model takes as long
+    as one of a few layers. Where some layers have to be unlike others for the best use of a limit, the best mix of all
+    choices is taken in the end. What is bounded are such choices alone.
+    """
+
+    def __init__(
+        self, problem: Problem, kinds: CostKinds, ties: Ties, deadline: float, relative_gap: float
+    ) -> None:
+        super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
+        self.ties = ties
+
+    def run(self) -> None:
+        """Raises Infeasible if no choice fits, tied or not, or none was found."""
+        super().run()
+        choices = list(dict.fromkeys(self.found))
+        self._offer_mix(choices, 2.0 * self._mix_seconds())
+        if not self.choice:
+            raise Infeasible("time")
+
+    def _solved(self, inner: Problem, gap: float) -> Solution:
+        found = solve(self.ties.problem(inner), time_limit=self._left(), relative_gap=gap)
+        choice = self.ties.expanded(found.choice)
+        return Solution(choice, found.cost, found.lower_bound, found.gap, found.status)
+
+    def _mix(self) -> None:
+        """Once, at the end."""
+
+    def _with_rows(self) -> None:
+        """What fits at no price may fit as a mix."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.cost_kinds import CostKinds, overlapped_seconds
-from passes.search.recombine import changes_by_kind, components
+from passes.search.cost_kinds import CostKinds, changes_by_kind, components, overlapped_seconds
 from passes.solver.problem import Problem
 
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from passes.search.cost_kinds import CostKinds
-from passes.search.overlapped import CuttingPlanes
+from passes.search.overlapped import CuttingPlanes, TiedPlanes
 from passes.search.planes import Point, charged
-from passes.search.tied_planes import TiedPlanes
 from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import least_usage, live_nodes
 from passes.solver.graph import Graph

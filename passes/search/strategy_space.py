@@ -19,17 +19,17 @@ from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.search.class_key import class_key
-from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing, stays
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace, distinct
-from passes.search.space_dims import out_of_space
+from passes.search.space_dims import free_axis_order, is_storable, out_of_space, tensor_rule
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
+from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
 from passes.strategies.prices import Prices, local_nbytes, strategy_seconds
-from passes.strategies.strategies import enumerate_strategies, find_chains
+from passes.strategies.strategies import enumerate_strategies
 from passes.strategies.traffic import OpTraffic
 
 

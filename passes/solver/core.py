@@ -191,7 +191,10 @@ class _Connected:
         messages = settled = passing.zeros() if start is None else passing.packed(start)
         bound = new = -float("inf")
         stalled, left = 0, FEW if self.graph.entries() <= QUICK else float("inf")
-        while stalled < PATIENCE and left > 0 and not (self.best is not None and self.budget.spent):
+        # Once in any case: a search whose time is over before it began has a bound as well.
+        while (
+            stalled < PATIENCE and left > 0 and not (np.isfinite(bound) and self.best and self.budget.spent)
+        ):
             settled = passing.ascend(messages, PASSES, self.budget.deadline)
             new = passing.lower_bound(settled)
             for backward in (False, True):

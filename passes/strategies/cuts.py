@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_index, result_shapes, tensor_operands
-from passes.layout.layout import Layout, Span, nested_sizes, nested_spans, spans_of
+from passes.layout.layout import Layout, Span, nested_sizes, spans_of
 from passes.layout.windows import Window
 from passes.rules.check.first_use import tried_rule
 from passes.rules.core.rule import OpRule
@@ -32,19 +33,19 @@ class Cuts:
 
     units: Mapping[int, frozenset[int]] = field(default_factory=dict)
     sizes: Mapping[Place, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    known: dict[Hashable, list[Spans | None]] = field(default_factory=dict, repr=False, compare=False)
 
     def options(self, length: int, axes: tuple[str, ...], mesh: MeshSpec) -> list[Spans | None]:
         """Ways to split a factor; the first, None, is torch.chunk's."""
         counts = tuple(mesh.size(axis) for axis in axes)
-        found: dict[Spans, Spans | None] = {nested_spans(length, counts): None}
-        for unit in sorted(self.units.get(length, frozenset())):
-            if length % unit == 0:
-                spans = spans_of(nested_sizes(length, counts, unit))
-                found.setdefault(spans, spans)
-        for sizes in self._refined(length, axes, mesh):
-            spans = spans_of(sizes)
-            found.setdefault(spans, spans)
-        return list(found.values())
+        if (length, axes, counts) not in self.known:
+            units = (unit for unit in sorted(self.units.get(length, frozenset())) if length % unit == 0)
+            ways = itertools.chain(
+                (nested_sizes(length, counts, unit) for unit in units), self._refined(length, axes, mesh)
+            )
+            found = dict.fromkeys((nested_sizes(length, counts), *ways))
+            self.known[length, axes, counts] = [None, *map(spans_of, list(found)[1:])]
+        return self.known[length, axes, counts]
 
     def _refined(self, length: int, axes: tuple[str, ...], mesh: MeshSpec) -> Iterator[tuple[int, ...]]:
         """Known sizes over the first of `axes`, chunked over the others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import fx
@@ -21,12 +22,14 @@ from passes.ir.op_traits import fuses, is_view
 from passes.ir.op_work import arithmetic_kind, global_flops
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, operand_orders
 from passes.strategies.traffic import OpTraffic, TrafficModel, fused_traffic
+
+T = TypeVar("T")
 
 
 def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> int:
@@ -53,21 +56,34 @@ def strategy_seconds(
     flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
     dtype = _dtype_name(node)
     operands = tensor_operands(node)
-    results = [i for i, value in enumerate(node_values(node)) if value is not None]
+    results = [i for i, value in enumerate(node_values(node)) if value is not None] if flow.writes else []
     form = None if prices.timed is None else _timed_form(node, flow)
+    known: dict[Hashable, Any] = {}
+
+    def once(make: Callable[..., T], one: object, *others: Any) -> T:
+        """Strategies share layouts and splits: of each once."""
+        key = make, id(one), *others
+        if key not in known:
+            known[key] = make(one, *others)
+        return known[key]
+
+    share_of = lambda split: _share(split, rule, mesh)
+    shape_of = lambda layout, i: layout.max_local_shape(node_value(operands[i]).shape, mesh)
+    read = lambda layout, i: math.prod(once(shape_of, layout, i)) * node_value(operands[i]).element_size()
+    written = lambda layout, i: local_nbytes(layout, node, i, mesh)
 
     def seconds(strategy: NodeLayouts) -> float:
-        share = math.prod(_share(split, rule, mesh) for split in strategy.splits)
-        nbytes = sum(
-            local_nbytes(layout, operand, 0, mesh)
-            for layout, operand, read in zip(strategy.operands, operands, flow.reads, strict=True)
-            if read
-        )
-        stored = sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results) if flow.writes else 0
-        local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
+        share = math.prod([once(share_of, split) for split in strategy.splits])
+        held = strategy.operands
+        nbytes = sum([once(read, held[i], i) for i, reads in enumerate(flow.reads) if reads])
+        stored = sum([once(written, strategy.results[i], i) for i in results])
+        local_shape = lambda i: once(shape_of, held[i], i)
         kind = arithmetic_kind(node, local_shape)
-        work = KernelWork(flops * share, nbytes + stored, dtype, kind, stored, flow.writes)
-        return prices.work_seconds(work, None if form is None else kernel_key(node, form, local_shape))
+        key = None if form is None else kernel_key(node, form, local_shape)
+        work = (flops * share, nbytes + stored, dtype, kind, stored, flow.writes)
+        if (work, key) not in known:
+            known[work, key] = prices.work_seconds(KernelWork(*work), key)
+        return known[work, key]
 
     return np.array([seconds(strategy) for strategy in strategies])
 
@@ -120,7 +136,10 @@ def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
     """Of the op's operations, those of the largest shard of the factor."""
     way = rule.splitting([split.factor])
     length = way.sizes[split.factor]
-    largest = max(hi - lo for lo, hi in split.parts(length, mesh))
+    if split.spans is None:
+        largest = first_part(length, mesh, split.axes)
+    else:
+        largest = max(hi - lo for lo, hi in split.spans)
     return largest / length * way.repeated.get(split.factor, 1.0)
 
 

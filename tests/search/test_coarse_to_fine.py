@@ -19,10 +19,9 @@ from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
 from cost_model.deadline import NEVER, OutOfTime
 from passes.layout.joined_axes import JoinedAxes, keeps_together
-from passes.search.coarse_to_fine import find_fastest
+from passes.search.coarse_to_fine import SpaceSize, find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.space_size import SpaceSize
 from tests.models import TwoLinear, llama
 from tests.profiles import slow_compute
 

@@ -9,10 +9,10 @@ import pytest
 
 import passes.search.state_columns as state_columns
 from passes.search.cost_kinds import CostKinds
+from passes.search.overlapped import TiedPlanes
 from passes.search.state_columns import Columns
-from passes.search.tied_planes import TiedPlanes
 from passes.solver.problem import Infeasible, Problem
-from tests.search.test_tied_planes import LAYERS, layers_of_kinds
+from tests.search.test_overlapped import LAYERS, layers_of_kinds
 from tests.solver.layered import layered
 
 

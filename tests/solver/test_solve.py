@@ -176,3 +176,13 @@ def test_costs_of_microseconds_are_as_exact_as_large_ones() -> None:
 def test_nothing_to_choose() -> None:
     assert solve(Problem(())).choice == ()
     assert solve(Problem((np.zeros(1),), (), (), ((0, 0),), (np.array([9]),), limit=0.0)).cost == 0.0
+
+
+def test_where_no_time_is_left_what_was_known_has_a_bound() -> None:
+    """Brute force says what is least; of problems with a limit time decides as well whether anything is proven."""
+    for seed in range(40):
+        problem, truth = random_problem(seed), brute_force(random_problem(seed))
+        if problem.limit is None and np.isfinite(truth.cost):
+            late = solve(problem, time_limit=-1.0, warm=solve(problem).choice)
+            assert late.cost == pytest.approx(truth.cost, rel=1e-9), seed
+            assert -np.inf < late.lower_bound <= truth.cost * (1 + 1e-12), seed

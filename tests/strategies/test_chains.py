@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard
 from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import node_values
+from passes.strategies.chains import find_chains
 from passes.strategies.cuts import NO_CUTS, ops_of
-from passes.strategies.strategies import find_chains
 from tests.one_search import ONE_SEARCH
 from tests.profiles import dear_start
 
