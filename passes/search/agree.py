@@ -104,38 +104,61 @@ def _bound(known: float, seconds: float) -> float:
 
 
 class _Search:
-    """again: whether other plans are looked for in any case, and searches follow under corrected overlaps; alike:
-    whether at least those that store all weights alike are, where the timeline differs. A search that ends at a gap
-    does neither."""
+    """One budget, one best so far, one bound. Looks for faster plans follow one another, those that cost little and
+    find most first, until the best plan is proven to be within `gap` of any, or time is over.
+
+    solution: the last by the objective, and overlaps: under which it is one."""
 
     def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
-        self.space = space
-        self.start = start
-        edges, proves = len(space.edges), start.gap == 0.0
-        self.again, self.alike = proves and edges <= AGAIN_EDGES, proves and edges <= STORED_EDGES
+        self.space, self.start = space, start
         self.judging = Judging(space, judge, deadline)
         self.rivals = RivalChoices(space, self.judging.left)
+        self.small = len(space.edges) <= AGAIN_EDGES
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
-        rivals, best_of = self.rivals, self.judging.best_of
-        solution = rivals.solve(overlaps, self.start.choice(self.space), self.start.gap)
-        best = first = self.judging.of(solution.choice)
-        if self.again:
-            best = best_of(chain(rivals.near(solution, overlaps), rivals.unhidden(best)), best)
-            best = best_of(self._stored(overlaps, best), best)
-        elif self.alike and best.difference(overlaps) > AGREES:
-            best = best_of(self._stored(overlaps, best), best)
-        # No rival gives the lie to an objective that said what the first plan takes.
-        settled = first.difference(overlaps) <= AGREES and best.seconds >= (1.0 - AGREES) * first.seconds
-        if self.again and not settled:
-            best = best_of(rivals.hiding_otherwise(overlaps, best), best)
-            best = best_of(rivals.alone(overlaps, best), best)
-            best = self._turned(overlaps, best)
-            overlaps, solution, best = self._corrected(overlaps, best)
-        elif best.difference(overlaps) > AGREES:
+        self.overlaps = overlaps
+        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), self._objective_gap)
+        self.best = self.judging.of(self.solution.choice)
+        self._extremes()
+        for look in (self._corrected, self._stored, self._turned, self._corrected):
+            if self._is_proven or self.judging.late() or not self.small:
+                break
+            look()
+        return self._agreed()
+
+    @property
+    def _objective_gap(self) -> float:
+        """Of searches by the objective: what the timeline may differ by is left."""
+        return max(0.0, self.start.gap - AGREES)
+
+    @property
+    def _is_proven(self) -> bool:
+        """Whether the best plan is within the gap, by an objective that says what it takes."""
+        bound = self.solution.lower_bound + sum(overlap.extra for overlap in self.overlaps)
+        near = self.best.difference(self.overlaps) <= max(AGREES, self.start.gap)
+        return near and self.best.seconds * (1.0 - self.start.gap) <= bound
+
+    def _look(self, choices: Iterable[Choice]) -> None:
+        self.best = self.judging.best_of(choices, self.best)
+
+    def _extremes(self) -> None:
+        """What the objective may be wrong about, taken as far as it goes: an objective that is right about one plan may
+        be far over another's."""
+        rivals = self.rivals
+        self._look(rivals.unhidden(self.best))
+        self._look(rivals.alone(self.overlaps, self.best))
+        self._look(rivals.awaited(self.overlaps, self.best))
+        self._turn_to([one.choice for one in self.judging.known.values()], 1)
+
+    def _stored(self) -> None:
+        self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
+
+    def _agreed(self) -> Agreed:
+        best, overlaps = self.best, self.overlaps
+        if best.difference(overlaps) > AGREES:
             overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
-        bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
+        bound = _bound(self.solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
         others, own = self._others(best, overlaps, bound), best.corrected(overlaps)
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, own, others)
@@ -147,41 +170,33 @@ class _Search:
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
         return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
 
-    def _stored(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
-        return self.rivals.stored(overlaps, best.seconds, self.judging.late)
+    def _turned(self) -> None:
+        self._turn_to(self.rivals.found, PATIENCE)
+        past = past_transfers(self.space.problem, self.best.choice, SEEN * self.best.seconds)
+        self._turn_to(past, PATIENCE)
 
-    def _turned(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> JudgedChoice:
-        """The best after one kind of place after the other was turned over to what another plan has there, and back
-        where that did not help; then to where a transfer may be instead."""
-        best = self._turned_to(self.rivals.found, overlaps, best)
-        return self._turned_to(
-            past_transfers(self.space.problem, best.choice, SEEN * best.seconds), overlaps, best
-        )
-
-    def _turned_to(
-        self, others: Iterable[Choice], overlaps: Sequence[PhaseOverlap], best: JudgedChoice
-    ) -> JudgedChoice:
-        problem, kinds, judging = self.space.problem, self.space.kinds(overlaps), self.judging
-        left = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1))
-        patience = PATIENCE
-        for turn in turns(problem, kinds, best.choice, others):
-            choice = lighter(problem, turn.of(best.choice))
-            if min(left, patience) <= 0 or turn.seconds > MOST_EXPENSIVE * best.seconds or judging.late():
+    def _turn_to(self, others: Iterable[Choice], patience: int) -> None:
+        """One kind of place after the other is turned over to what another plan has there, and back where that did not
+        help; until as many as `patience` in a row did not."""
+        problem, kinds, judging = self.space.problem, self.space.kinds(self.overlaps), self.judging
+        left, waiting = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1)), patience
+        for turn in turns(problem, kinds, self.best.choice, others):
+            choice = lighter(problem, turn.of(self.best.choice))
+            if min(left, waiting) <= 0 or turn.seconds > MOST_EXPENSIVE * self.best.seconds or judging.late():
                 break
             if choice not in judging.known and isfinite(problem.cost(choice)) and problem.fits(choice):
-                known, best = best, judging.better(choice, best)
-                patience = patience - 1 if best is known else PATIENCE
+                before, self.best = self.best, judging.better(choice, self.best)
+                waiting = waiting - 1 if self.best is before else patience
                 left -= 1
-        return best
 
-    def _corrected(
-        self, overlaps: tuple[PhaseOverlap, ...], best: JudgedChoice
-    ) -> tuple[tuple[PhaseOverlap, ...], Solution, JudgedChoice]:
+    def _corrected(self) -> None:
         """Searches under the overlap of the best plan, until they find no better one."""
         while True:
-            own = best.corrected(overlaps)
-            solution = self.rivals.solve(own, best.choice, AGAIN_GAP)
-            found = self.judging.better(solution.choice, best)
-            if found is best or self.judging.late():
-                return own, solution, best
-            best = found
+            own = self.best.corrected(self.overlaps)
+            if own == self.overlaps:
+                return
+            self.overlaps = own
+            self.solution = self.rivals.solve(own, self.best.choice, max(AGAIN_GAP, self._objective_gap))
+            before, self.best = self.best, self.judging.better(self.solution.choice, self.best)
+            if self.best is before or self._is_proven or self.judging.late():
+                return

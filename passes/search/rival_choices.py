@@ -29,6 +29,8 @@ RIVAL_GAP = 1e-2
 """Relative gap of searches whose plan is a rival and whose bound nobody reads."""
 UNPAID = 1e-2
 """Share of a step that the starts of reductions must take besides for plans with fewer of them to be looked for."""
+WORTH = 1e-3
+"""Share of a step that may hide besides for plans of which more does to be looked for."""
 NEAR, NEAREST = 0.02, 2
 """Of what the first search's weighted problems found, how many are rivals, and by how much of its seconds they may take
 longer by the objective."""
@@ -64,12 +66,12 @@ class RivalChoices:
         whose gathers share buckets."""
         yield self._if_nothing_hides(self._space.problem, best)
 
-    def hiding_otherwise(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
-        """As if half of it could hide; as if more hid behind fillers."""
-        half = tuple(replace(o, efficiency=0.5 * o.efficiency, awaited=0.0) for o in overlaps)
+    def awaited(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
+        """As if more of what the backward waits for hid behind fillers, where that may be worth something."""
         forward, *others = overlaps
-        for other in (half, (forward, *(replace(o, awaited=MORE_AWAITED) for o in others))):
-            yield self.solve(other, best.choice, RIVAL_GAP).choice
+        more = (forward, *(replace(overlap, awaited=MORE_AWAITED) for overlap in others))
+        if best.counted(overlaps) - best.counted(more) > WORTH * best.seconds:
+            yield self.solve(more, best.choice, RIVAL_GAP).choice
 
     def alone(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         """As if nothing hid, and every reduction that only the end needs took by itself what `best` takes besides;

@@ -12,11 +12,10 @@ from passes.search.search_space import SearchSpace
 @dataclass(frozen=True)
 class SearchStart:
     """near: the layouts of a plan of the same graph, which may be good under these prices too; None: none is known.
-    gap: share of the seconds by which the objective's plan may be above its bound; above 0 nothing more is looked for,
-    nor what is faster on the timeline alone."""
+    gap: share of the step by which it may be above the bound when the search ends by itself."""
 
     near: Assignment | None = None
-    gap: float = 0.0
+    gap: float = 0.01
 
     def choice(self, space: SearchSpace) -> tuple[int, ...] | None:
         """`near` among the strategies of `space`; None where one of it is not listed there."""
@@ -36,4 +35,4 @@ class SearchStart:
 
 
 COLD = SearchStart()
-"""Nothing is known, and nothing left unproven."""
+"""Nothing is known."""

@@ -178,6 +178,8 @@ def _seconds(totals: Array, phase: int, overlap: PhaseOverlap) -> float:
 def _corrected(totals: Array, phase: int, overlap: PhaseOverlap, wanted: float) -> PhaseOverlap:
     taken = partial(_seconds, totals, phase)
     found = replace(overlap, extra=0.0)
+    if isclose(taken(found), wanted, rel_tol=1e-3):
+        return replace(found, extra=wanted - taken(found))
     if phase:
         found = replace(found, awaited=_root(lambda share: taken(replace(found, awaited=share)), wanted))
     if not isclose(taken(found), wanted, rel_tol=1e-3):
