@@ -1,21 +1,27 @@
-"""Search until the objective and the timeline agree on what a step takes.
+"""Search until the best plan is proven, or nothing is left to try.
 
 The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
-the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
-its weighted problems found that is nearly as fast; in problems that are not large other plans as well
-(`rival_choices`), more of them where objective and timeline differ, and there those that differ from the best in one
-kind of place (`place_turns`, `past_transfers`). The overlap of each phase is corrected until the objective of the best
-plan is its timeline, and the search runs again, until it finds no faster one. Its last bound is one under the overlap
-that the best plan has. Of all plans judged the fastest on the timeline is taken; of those that take equally long, the
-one that holds the fewest bytes at its peak.
+the program that would run is the judge. After the plan that the objective likes best, looks for faster ones follow one
+another:
+
+    extremes    the fastest if nothing hides, if every reduction pays a start of its own, if more is awaited behind
+                fillers; and the best with a kind of place turned over to what one of these has there
+    corrected   the overlap of each phase is corrected until the objective of the best plan is its timeline, and the
+                search runs again, until it finds no faster one
+    stored      all weights stored alike
+    turned      more places turned over (`place_turns`), transfers elsewhere (`past_transfers`)
+
+They end once the best is within `gap` of the bound, by an objective that says what it takes. The bound is one under the
+overlap that the best plan has: extremes are looked at in any case, since it may be wrong about others. Of all plans
+judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest bytes at its
+peak.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from math import isfinite
 
 from passes.layout.assignment import Assignment
@@ -28,20 +34,16 @@ from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
-from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
 AWAITED = 0.1
 """Share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how much."""
 AGREES = 1e-2
-"""Share of a step by which objective and timeline may differ without another search."""
+"""Share of a step by which objective and timeline may differ for the one to say what the other is."""
 AGAIN_EDGES = 3000
-"""Edges of the largest problem in which other plans are judged in any case, and that is searched again. In larger ones
-the objective is made the timeline's by a constant for each phase: searches take seconds to minutes there, and few found
-a faster plan, by 1 % at most."""
-STORED_EDGES = 10_000
-"""Edges of the largest problem in which plans whose weights are all stored alike are looked for where the timeline
-differs."""
+"""Edges of the largest problem of which more than the extremes is looked at. In larger ones the objective is made the
+timeline's by a constant for each phase: searches take seconds to minutes there, and few found a faster plan, by 1 % at
+most."""
 AGAIN_GAP = 2e-3
 """Relative gap of searches under a corrected overlap, which are about what a correction is worth."""
 SEEN = 5e-3
@@ -92,10 +94,15 @@ def agreed(
     overlaps = first_overlaps(efficiency)
     if judge is not None:
         return _Search(space, judge, time.monotonic() + time_limit, start).run(overlaps)
-    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), start.gap)
+    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), _inner(start.gap))
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
+
+
+def _inner(gap: float | None) -> float:
+    """Of a search by the objective, for one by the timeline that ends at `gap`: what they may differ by is left."""
+    return 0.0 if gap is None else max(0.0, gap - AGREES)
 
 
 def _bound(known: float, seconds: float) -> float:
@@ -110,33 +117,29 @@ class _Search:
     solution: the last by the objective, and overlaps: under which it is one."""
 
     def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
-        self.space, self.start = space, start
+        self.space, self.start, self.gap = space, start, start.gap or 0.0
         self.judging = Judging(space, judge, deadline)
         self.rivals = RivalChoices(space, self.judging.left)
         self.small = len(space.edges) <= AGAIN_EDGES
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
-        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), self._objective_gap)
+        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), _inner(self.gap))
         self.best = self.judging.of(self.solution.choice)
-        self._extremes()
-        for look in (self._corrected, self._stored, self._turned, self._corrected):
-            if self._is_proven or self.judging.late() or not self.small:
+        if self.small or self.best.difference(overlaps) > AGREES:
+            self._extremes()
+        for look in (self._corrected, self._stored, self._turned, self._corrected) if self.small else ():
+            if self._is_proven or self.judging.late():
                 break
             look()
         return self._agreed()
 
     @property
-    def _objective_gap(self) -> float:
-        """Of searches by the objective: what the timeline may differ by is left."""
-        return max(0.0, self.start.gap - AGREES)
-
-    @property
     def _is_proven(self) -> bool:
-        """Whether the best plan is within the gap, by an objective that says what it takes."""
+        """Whether the best plan is within the gap, by an objective that says what it takes; never, where it is none."""
         bound = self.solution.lower_bound + sum(overlap.extra for overlap in self.overlaps)
-        near = self.best.difference(self.overlaps) <= max(AGREES, self.start.gap)
-        return near and self.best.seconds * (1.0 - self.start.gap) <= bound
+        near = self.best.difference(self.overlaps) <= max(AGREES, self.gap)
+        return self.gap > 0.0 and near and self.best.seconds * (1.0 - self.gap) <= bound
 
     def _look(self, choices: Iterable[Choice]) -> None:
         self.best = self.judging.best_of(choices, self.best)
@@ -196,7 +199,7 @@ class _Search:
             if own == self.overlaps:
                 return
             self.overlaps = own
-            self.solution = self.rivals.solve(own, self.best.choice, max(AGAIN_GAP, self._objective_gap))
+            self.solution = self.rivals.solve(own, self.best.choice, max(AGAIN_GAP, _inner(self.gap)))
             before, self.best = self.best, self.judging.better(self.solution.choice, self.best)
             if self.best is before or self._is_proven or self.judging.late():
                 return

@@ -1,8 +1,7 @@
 """Choices that the objective passes over and that may be faster on the timeline.
 
-Those that are nearly as fast by the objective; the one that is fastest if nothing hides, and those that store all
-weights alike (`stored`); those found as if less or more could hide, or as if no reduction shared its start
-(`started_alone`).
+The one that is fastest if nothing hides, and those that store all weights alike (`stored`); those found as if more
+could hide, or as if no reduction shared its start (`started_alone`).
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ UNPAID = 1e-2
 """Share of a step that the starts of reductions must take besides for plans with fewer of them to be looked for."""
 WORTH = 1e-3
 """Share of a step that may hide besides for plans of which more does to be looked for."""
-NEAR, NEAREST = 0.02, 2
-"""Of what the first search's weighted problems found, how many are rivals, and by how much of its seconds they may take
-longer by the objective."""
 
 
 class RivalChoices:
@@ -54,12 +50,6 @@ class RivalChoices:
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
-
-    def near(self, solution: Solution, overlaps: Sequence[PhaseOverlap]) -> Iterator[Choice]:
-        """What was found on the way to `solution` and takes little longer by the objective."""
-        for choice in solution.others[:NEAREST]:
-            if counted_seconds(self._space.totals(choice), overlaps) <= (1.0 + NEAR) * solution.cost:
-                yield choice
 
     def unhidden(self, best: JudgedChoice) -> Iterator[Choice]:
         """The fastest if nothing hides: where the objective is the timeline of one plan, it may be far over another's,

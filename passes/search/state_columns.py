@@ -73,7 +73,9 @@ class Columns:
 
     def under(self, kinds: CostKinds) -> Columns:
         """With other paths through a step. What is known of strategies and choices stays, of bounds nothing."""
-        return Columns(self.problem, kinds, self.keep, _known=self._known, _last=self._last, _worth=self._worth)
+        return Columns(
+            self.problem, kinds, self.keep, _known=self._known, _last=self._last, _worth=self._worth
+        )
 
     def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
         """The best choice that fits of those in which equal layers are alike, where there are many; else of the small
