@@ -15,7 +15,6 @@ from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
 from autoshard.refine.timed_cases import AGAIN, Case, refining_seconds
 from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedKernel, TimedPrices
-from passes.layout.layout import Layout
 from passes.predict.step_work import CollectiveCase, KernelCase
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
@@ -108,9 +107,7 @@ def test_the_next_best_of_the_second_search_are_timed_though_the_plan_stays(
     """The first search knows none. Without families, which would be others to time."""
     monkeypatch.setattr(Rounds, "_best_of_families", lambda _: iter(()))
     one = task()
-    other = search_plan(
-        replace(one, pins={"0.weight": Layout.replicated(2), "2.weight": Layout.replicated(2)})
-    )
+    other = search_plan(replace(one, timed=halved_features_are_slow(one, begun(one).wanted())))
 
     def told(task: Task, deadline: Any, rivals: Any = None, start: SearchStart = COLD) -> Plan:
         if rivals is not None and start.near is not None:
