@@ -105,9 +105,9 @@ def test_the_next_best_of_the_second_search_are_timed_though_the_plan_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first search knows none. Without families, which would be others to time."""
-    monkeypatch.setattr(Rounds, "_best_of_families", lambda _: iter(()))
     one = task()
-    other = search_plan(replace(one, timed=halved_features_are_slow(one, begun(one).wanted())))
+    other, _ = refined(one, halved_features_are_slow, TimedStore({"machines": "others"}))
+    monkeypatch.setattr(Rounds, "_best_of_families", lambda _: iter(()))
 
     def told(task: Task, deadline: Any, rivals: Any = None, start: SearchStart = COLD) -> Plan:
         if rivals is not None and start.near is not None:
