@@ -5,7 +5,7 @@ the program that would run is the judge. After the plan that the objective likes
 another:
 
     extremes    the fastest if nothing hides, if every reduction pays a start of its own, if more is awaited behind
-                fillers; and the best with a kind of place turned over to what one of these has there
+                fillers; and the best with one kind of place turned over to what another has there
     corrected   the overlap of each phase is corrected until the objective of the best plan is its timeline, and the
                 search runs again, until it finds no faster one
     stored      all weights stored alike
@@ -195,11 +195,12 @@ class _Search:
     def _corrected(self) -> None:
         """Searches under the overlap of the best plan, until they find no better one."""
         while True:
-            own = self.best.corrected(self.overlaps)
-            if own == self.overlaps:
+            before, self.overlaps = self.overlaps, self.best.corrected(self.overlaps)
+            if all(a.hides_as(b) for a, b in zip(before, self.overlaps, strict=True)):
                 return
-            self.overlaps = own
-            self.solution = self.rivals.solve(own, self.best.choice, max(AGAIN_GAP, _inner(self.gap)))
-            before, self.best = self.best, self.judging.better(self.solution.choice, self.best)
-            if self.best is before or self._is_proven or self.judging.late():
+            self.solution = self.rivals.solve(
+                self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))
+            )
+            best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
+            if self.best is best or self._is_proven or self.judging.late():
                 return
