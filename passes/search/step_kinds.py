@@ -42,7 +42,7 @@ _PHASE = _SEGMENTS * len(_ROLES)
 KINDS = 2 * _PHASE + 1
 """Of two phases, and `EXPOSED`."""
 
-CLOSE, EXPLAINED = 1e-3, 0.9
+CLOSE, EXPLAINED = 1e-3, 0.99
 """Share of a phase by which it may be off as it is, and of what is missing that may stay so for a share that hides to
 be taken for the cause. Nothing is learned of what a plan does not have: what is left is a constant."""
 
