@@ -31,7 +31,7 @@ from autoshard.runtime.module import install
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import agree, collectively
-from cost_model.checked_arguments import checked_seconds
+from cost_model.checked_arguments import checked_seconds, checked_share
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
@@ -60,6 +60,7 @@ def autoshard(
     refine: str = "auto",
     stages: str | None = None,
     schedule: str | None = None,
+    gap: float = 0.01,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -105,6 +106,7 @@ def autoshard(
                     loss runs the backward too; every rank calls the model with the same batch and gets its outputs.
     schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
                     fastest that fits.
+    gap:            share of the step by which a plan may be above its bound when its search ends by itself.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -141,6 +143,7 @@ def autoshard(
             backend=backend,
             recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
+            gap=checked_share(gap, "gap"),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
             optimizer=named,

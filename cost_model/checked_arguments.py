@@ -50,6 +50,13 @@ def checked_seconds(value: object, argument: str) -> float:
     return float(value)
 
 
+def checked_share(value: object, argument: str) -> float:
+    """A share, from 0 to 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+        raise reject(argument, value, "a share from 0 to 1, such as 0.01")
+    return float(value)
+
+
 def is_whole(value: object) -> TypeGuard[Integral]:
     """Whether it is an integer, Python's or numpy's; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -7,4 +7,5 @@ from unittest import mock
 
 __all__ = ["ONE_SEARCH"]
 
-ONE_SEARCH = mock.patch("passes.search.agree.AGAIN_EDGES", 0)
+ONE_SEARCH = mock.patch("passes.search.judged_choice.JudgedChoice.precedes", lambda *_: False)
+"""Whatever else is judged, it is no better."""

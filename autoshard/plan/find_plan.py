@@ -30,7 +30,7 @@ from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import check_refine, may_refine, shared_refined_plan
-from cost_model.checked_arguments import checked_seconds
+from cost_model.checked_arguments import checked_seconds, checked_share
 from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
@@ -88,6 +88,7 @@ def find_plan(
     refine: str = "off",
     stages: str | None = None,
     schedule: str | None = None,
+    gap: float = 0.01,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -124,6 +125,8 @@ def find_plan(
                     With stages, micro_batches="auto" is the fastest of 1, 2, 4 ... times their number.
     schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
                     fastest that fits.
+    gap:            share of the step by which the plan may be above the bound when the search ends by itself; 0: it
+                    goes on as long as there is something to try.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit, or the batch cannot be
@@ -139,6 +142,7 @@ def find_plan(
     only = checked_schedule(schedule, staged)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
+    ends_at = checked_share(gap, "gap")
     deadline = Deadline.after(seconds)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
@@ -152,7 +156,17 @@ def find_plan(
         captured = canonical_capture(model, given.args, given.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(given.layouts, output_layouts(captured, spec, out_placements))
     task = Task(
-        captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute, optimizer=updated_by
+        captured,
+        loaded,
+        spec,
+        call,
+        pins,
+        limit,
+        backend,
+        seconds,
+        recompute=recompute,
+        optimizer=updated_by,
+        gap=ends_at,
     )
     division = Division(pieces, staged, only)
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):

@@ -132,8 +132,8 @@ _EARLY = 0.2
 
 
 def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
-    """The plan of `task`: read if it was found before, else `search()`, kept if it is proven, or within a memory limit,
-    where the bound is of plans without one, if the search ended long before its time.
+    """The plan of `task`: read if it was found before, else `search()`, kept if the search ended by itself: at its gap,
+    or long before its time.
 
     A plan whose search the time limit ended is not kept: another run may have more time. Damaged files are searched
     again; a cache that cannot be written is no reason to fail.
@@ -150,8 +150,7 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
 
 
 def _is_settled(plan: Plan, begun: float, task: Task) -> bool:
-    early = time.monotonic() - begun < _EARLY * task.time_limit
-    return plan.status == "optimal" or (task.memory_limit is not None and early)
+    return plan.gap <= task.gap or time.monotonic() - begun < _EARLY * task.time_limit
 
 
 def cached_search(task: Task, deadline: Deadline) -> Plan:
@@ -237,6 +236,7 @@ def plan_path(task: Task, *more: object) -> Path:
         *prices,
         task.recompute,
         task.optimizer,
+        task.gap,
         *chosen,
         torch.__version__,
         code_fingerprint(),

@@ -125,7 +125,7 @@ class RoomSearch:
         if self.best is None and gave_up:
             self.wide, self.high, self.patient = False, None, True
             self._rooms()
-        if self.best is None:
+        if self.best is None and self.faster == math.inf:
             self._smallest()
         if self.best is not None:
             return self.best[0]
@@ -187,7 +187,7 @@ class RoomSearch:
     @property
     def _is_hopeless(self) -> bool:
         """Whether it is proven that no states are as fast as is asked for."""
-        return self.best is None and bool(self.proven) and self.bound >= self.faster
+        return bool(self.proven) and self.bound >= self.faster
 
     @property
     def _is_miscounted(self) -> bool:
@@ -281,8 +281,7 @@ class RoomSearch:
     def _states(self, counted: int, *, prove: bool) -> States:
         latest = self.deadline.share(_STATES_SHARE)
         limit = self.limit, self.reserve(None)
-        known = self.faster if self.best is None else math.inf
-        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=known)
+        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=self.faster)
 
     def _judged(self, chosen: States) -> Found | None:
         """Its fastest program, that fits if one does; None where there was no time for it, and there is a better one

@@ -158,7 +158,9 @@ class StatesWithin:
         best = known
         reasons: list[InfeasibleError] = []
         for place, (way, whole) in enumerate(starts):
-            if best is not None and whole.lower_bound >= best.seconds * (1.0 - _SAVED):
+            if best is not None and (
+                whole.lower_bound >= best.seconds * (1.0 - _SAVED) or self.reserve(whole) >= limit
+            ):
                 continue
             until = deadline.share(1.0 / (len(starts) - place))
             faster = math.inf if best is None else best.seconds * (1.0 - _SAVED_AGAIN)

@@ -72,7 +72,8 @@ class Task:
     """What is to be planned, and under which prices. timed: where its program will run; None: no price is.
 
     links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
-    besides what its own step holds, given what that is; None: nothing. pace: of a rehearsed step, times modelled."""
+    besides what its own step holds, given what that is; None: nothing. pace: of a rehearsed step, times modelled. gap:
+    share of the step by which the plan may be above the bound when the search ends by itself."""
 
     captured: Captured
     profile: Profile
@@ -89,6 +90,7 @@ class Task:
     links: MeshSpec | None = None
     beside: Callable[[MemoryWalk | None], int] | None = None
     pace: float = 1.0
+    gap: float = 0.01
 
     @property
     def joint(self) -> JointGraph:
@@ -200,7 +202,7 @@ def search_plans(
                     deadline=latest,
                     narrowing=narrowing,
                     judge=judge,
-                    start=start,
+                    start=start.ending_at(task.gap),
                 )
                 return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
 

@@ -144,7 +144,7 @@ class Rounds:
     def _proven(self, rough: Plan) -> Plan:
         """`rough`, or a better one, proven: it is the last."""
         near = SearchStart(rough.assignment)
-        proven = rough.status == "optimal"
+        proven = rough.gap <= self._task.gap
         return cached_plan(self._task, lambda: rough if proven else self._searched(self._task, None, near))
 
     def _searched(self, task: Task, deadline: Deadline | None, start: SearchStart) -> Plan:

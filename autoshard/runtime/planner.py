@@ -48,6 +48,7 @@ class Settings:
     optimizer: str | None = None
     race: int = 0
     refine: str = "off"
+    gap: float = 0.01
 
     def described(self) -> dict[str, str]:
         """By argument, what all ranks must have given alike."""
@@ -154,5 +155,5 @@ class Planner:
         s = self.settings
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
-        task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute)
+        task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute, gap=s.gap)
         return task if s.optimizer is None else replace(task, optimizer=s.optimizer)

@@ -1,21 +1,27 @@
-"""Search until the objective and the timeline agree on what a step takes.
+"""Search until the best plan is proven, or nothing is left to try.
 
 The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
-the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
-its weighted problems found that is nearly as fast; in problems that are not large other plans as well
-(`rival_choices`), more of them where objective and timeline differ, and there those that differ from the best in one
-kind of place (`place_turns`, `past_transfers`). The overlap of each phase is corrected until the objective of the best
-plan is its timeline, and the search runs again, until it finds no faster one. Its last bound is one under the overlap
-that the best plan has. Of all plans judged the fastest on the timeline is taken; of those that take equally long, the
-one that holds the fewest bytes at its peak.
+the program that would run is the judge. After the plan that the objective likes best, looks for faster ones follow one
+another:
+
+    extremes    the fastest if nothing hides, if every reduction pays a start of its own, if more is awaited behind
+                fillers; and the best with one kind of place turned over to what another has there
+    corrected   the overlap of each phase is corrected until the objective of the best plan is its timeline, and the
+                search runs again, until it finds no faster one
+    stored      all weights stored alike
+    turned      more places turned over (`place_turns`), transfers elsewhere (`past_transfers`)
+
+They end once the best is within `gap` of the bound, by an objective that says what it takes. The bound is one under the
+overlap that the best plan has: extremes are looked at in any case, since it may be wrong about others. Of all plans
+judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest bytes at its
+peak.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from math import isfinite
 
 from passes.layout.assignment import Assignment
@@ -28,20 +34,16 @@ from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
-from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
 AWAITED = 0.1
 """Share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how much."""
 AGREES = 1e-2
-"""Share of a step by which objective and timeline may differ without another search."""
+"""Share of a step by which objective and timeline may differ for the one to say what the other is."""
 AGAIN_EDGES = 3000
-"""Edges of the largest problem in which other plans are judged in any case, and that is searched again. In larger ones
-the objective is made the timeline's by a constant for each phase: searches take seconds to minutes there, and few found
-a faster plan, by 1 % at most."""
-STORED_EDGES = 10_000
-"""Edges of the largest problem in which plans whose weights are all stored alike are looked for where the timeline
-differs."""
+"""Edges of the largest problem of which more than the extremes is looked at. In larger ones the objective is made the
+timeline's by a constant for each phase: searches take seconds to minutes there, and few found a faster plan, by 1 % at
+most."""
 AGAIN_GAP = 2e-3
 """Relative gap of searches under a corrected overlap, which are about what a correction is worth."""
 SEEN = 5e-3
@@ -92,10 +94,15 @@ def agreed(
     overlaps = first_overlaps(efficiency)
     if judge is not None:
         return _Search(space, judge, time.monotonic() + time_limit, start).run(overlaps)
-    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), start.gap)
+    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), _inner(start.gap))
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
+
+
+def _inner(gap: float | None) -> float:
+    """Of a search by the objective, for one by the timeline that ends at `gap`: what they may differ by is left."""
+    return 0.0 if gap is None else max(0.0, gap - AGREES)
 
 
 def _bound(known: float, seconds: float) -> float:
@@ -104,38 +111,57 @@ def _bound(known: float, seconds: float) -> float:
 
 
 class _Search:
-    """again: whether other plans are looked for in any case, and searches follow under corrected overlaps; alike:
-    whether at least those that store all weights alike are, where the timeline differs. A search that ends at a gap
-    does neither."""
+    """One budget, one best so far, one bound. Looks for faster plans follow one another, those that cost little and
+    find most first, until the best plan is proven to be within `gap` of any, or time is over.
+
+    solution: the last by the objective, and overlaps: under which it is one."""
 
     def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
-        self.space = space
-        self.start = start
-        edges, proves = len(space.edges), start.gap == 0.0
-        self.again, self.alike = proves and edges <= AGAIN_EDGES, proves and edges <= STORED_EDGES
+        self.space, self.start, self.gap = space, start, start.gap or 0.0
         self.judging = Judging(space, judge, deadline)
         self.rivals = RivalChoices(space, self.judging.left)
+        self.small = len(space.edges) <= AGAIN_EDGES
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
-        rivals, best_of = self.rivals, self.judging.best_of
-        solution = rivals.solve(overlaps, self.start.choice(self.space), self.start.gap)
-        best = first = self.judging.of(solution.choice)
-        if self.again:
-            best = best_of(chain(rivals.near(solution, overlaps), rivals.unhidden(best)), best)
-            best = best_of(self._stored(overlaps, best), best)
-        elif self.alike and best.difference(overlaps) > AGREES:
-            best = best_of(self._stored(overlaps, best), best)
-        # No rival gives the lie to an objective that said what the first plan takes.
-        settled = first.difference(overlaps) <= AGREES and best.seconds >= (1.0 - AGREES) * first.seconds
-        if self.again and not settled:
-            best = best_of(rivals.hiding_otherwise(overlaps, best), best)
-            best = best_of(rivals.alone(overlaps, best), best)
-            best = self._turned(overlaps, best)
-            overlaps, solution, best = self._corrected(overlaps, best)
-        elif best.difference(overlaps) > AGREES:
+        self.overlaps = overlaps
+        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), _inner(self.gap))
+        self.best = self.judging.of(self.solution.choice)
+        if self.small or self.best.difference(overlaps) > AGREES:
+            self._extremes()
+        for look in (self._corrected, self._stored, self._turned, self._corrected) if self.small else ():
+            if self._is_proven or self.judging.late():
+                break
+            look()
+        return self._agreed()
+
+    @property
+    def _is_proven(self) -> bool:
+        """Whether the best plan is within the gap, by an objective that says what it takes; never, where it is none."""
+        bound = self.solution.lower_bound + sum(overlap.extra for overlap in self.overlaps)
+        near = self.best.difference(self.overlaps) <= max(AGREES, self.gap)
+        return self.gap > 0.0 and near and self.best.seconds * (1.0 - self.gap) <= bound
+
+    def _look(self, choices: Iterable[Choice]) -> None:
+        self.best = self.judging.best_of(choices, self.best)
+
+    def _extremes(self) -> None:
+        """What the objective may be wrong about, taken as far as it goes: an objective that is right about one plan may
+        be far over another's."""
+        rivals = self.rivals
+        self._look(rivals.unhidden(self.best))
+        self._look(rivals.alone(self.overlaps, self.best))
+        self._look(rivals.awaited(self.overlaps, self.best))
+        self._turn_to([one.choice for one in self.judging.known.values()], 1)
+
+    def _stored(self) -> None:
+        self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
+
+    def _agreed(self) -> Agreed:
+        best, overlaps = self.best, self.overlaps
+        if best.difference(overlaps) > AGREES:
             overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
-        bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
+        bound = _bound(self.solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
         others, own = self._others(best, overlaps, bound), best.corrected(overlaps)
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, own, others)
@@ -147,41 +173,34 @@ class _Search:
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
         return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
 
-    def _stored(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
-        return self.rivals.stored(overlaps, best.seconds, self.judging.late)
+    def _turned(self) -> None:
+        self._turn_to(self.rivals.found, PATIENCE)
+        past = past_transfers(self.space.problem, self.best.choice, SEEN * self.best.seconds)
+        self._turn_to(past, PATIENCE)
 
-    def _turned(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> JudgedChoice:
-        """The best after one kind of place after the other was turned over to what another plan has there, and back
-        where that did not help; then to where a transfer may be instead."""
-        best = self._turned_to(self.rivals.found, overlaps, best)
-        return self._turned_to(
-            past_transfers(self.space.problem, best.choice, SEEN * best.seconds), overlaps, best
-        )
-
-    def _turned_to(
-        self, others: Iterable[Choice], overlaps: Sequence[PhaseOverlap], best: JudgedChoice
-    ) -> JudgedChoice:
-        problem, kinds, judging = self.space.problem, self.space.kinds(overlaps), self.judging
-        left = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1))
-        patience = PATIENCE
-        for turn in turns(problem, kinds, best.choice, others):
-            choice = lighter(problem, turn.of(best.choice))
-            if min(left, patience) <= 0 or turn.seconds > MOST_EXPENSIVE * best.seconds or judging.late():
+    def _turn_to(self, others: Iterable[Choice], patience: int) -> None:
+        """One kind of place after the other is turned over to what another plan has there, and back where that did not
+        help; until as many as `patience` in a row did not."""
+        problem, kinds, judging = self.space.problem, self.space.kinds(self.overlaps), self.judging
+        left, waiting = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1)), patience
+        for turn in turns(problem, kinds, self.best.choice, others):
+            choice = lighter(problem, turn.of(self.best.choice))
+            if min(left, waiting) <= 0 or turn.seconds > MOST_EXPENSIVE * self.best.seconds or judging.late():
                 break
             if choice not in judging.known and isfinite(problem.cost(choice)) and problem.fits(choice):
-                known, best = best, judging.better(choice, best)
-                patience = patience - 1 if best is known else PATIENCE
+                before, self.best = self.best, judging.better(choice, self.best)
+                waiting = waiting - 1 if self.best is before else patience
                 left -= 1
-        return best
 
-    def _corrected(
-        self, overlaps: tuple[PhaseOverlap, ...], best: JudgedChoice
-    ) -> tuple[tuple[PhaseOverlap, ...], Solution, JudgedChoice]:
+    def _corrected(self) -> None:
         """Searches under the overlap of the best plan, until they find no better one."""
         while True:
-            own = best.corrected(overlaps)
-            solution = self.rivals.solve(own, best.choice, AGAIN_GAP)
-            found = self.judging.better(solution.choice, best)
-            if found is best or self.judging.late():
-                return own, solution, best
-            best = found
+            before, self.overlaps = self.overlaps, self.best.corrected(self.overlaps)
+            if all(a.hides_as(b) for a, b in zip(before, self.overlaps, strict=True)):
+                return
+            self.solution = self.rivals.solve(
+                self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))
+            )
+            best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
+            if self.best is best or self._is_proven or self.judging.late():
+                return

@@ -27,7 +27,7 @@ from passes.states.compute_again import compute_again
 from passes.states.offers import EITHER, Offers, Place, offered, places, without_either
 from passes.strategies.prices import Prices
 
-ENOUGH = 5e-3
+ENOUGH = 1e-2
 """Relative gap at which states are good enough."""
 _LONGEST = 3600.0
 """Seconds, where no deadline is set."""

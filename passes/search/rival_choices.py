@@ -1,8 +1,7 @@
 """Choices that the objective passes over and that may be faster on the timeline.
 
-Those that are nearly as fast by the objective; the one that is fastest if nothing hides, and those that store all
-weights alike (`stored`); those found as if less or more could hide, or as if no reduction shared its start
-(`started_alone`).
+The one that is fastest if nothing hides, and those that store all weights alike (`stored`); those found as if more
+could hide, or as if no reduction shared its start (`started_alone`).
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ RIVAL_GAP = 1e-2
 """Relative gap of searches whose plan is a rival and whose bound nobody reads."""
 UNPAID = 1e-2
 """Share of a step that the starts of reductions must take besides for plans with fewer of them to be looked for."""
-NEAR, NEAREST = 0.02, 2
-"""Of what the first search's weighted problems found, how many are rivals, and by how much of its seconds they may take
-longer by the objective."""
+WORTH = 1e-3
+"""Share of a step that may hide besides for plans of which more does to be looked for."""
 
 
 class RivalChoices:
@@ -53,23 +51,17 @@ class RivalChoices:
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
 
-    def near(self, solution: Solution, overlaps: Sequence[PhaseOverlap]) -> Iterator[Choice]:
-        """What was found on the way to `solution` and takes little longer by the objective."""
-        for choice in solution.others[:NEAREST]:
-            if counted_seconds(self._space.totals(choice), overlaps) <= (1.0 + NEAR) * solution.cost:
-                yield choice
-
     def unhidden(self, best: JudgedChoice) -> Iterator[Choice]:
         """The fastest if nothing hides: where the objective is the timeline of one plan, it may be far over another's,
         whose gathers share buckets."""
         yield self._if_nothing_hides(self._space.problem, best)
 
-    def hiding_otherwise(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
-        """As if half of it could hide; as if more hid behind fillers."""
-        half = tuple(replace(o, efficiency=0.5 * o.efficiency, awaited=0.0) for o in overlaps)
+    def awaited(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
+        """As if more of what the backward waits for hid behind fillers, where that may be worth something."""
         forward, *others = overlaps
-        for other in (half, (forward, *(replace(o, awaited=MORE_AWAITED) for o in others))):
-            yield self.solve(other, best.choice, RIVAL_GAP).choice
+        more = (forward, *(replace(overlap, awaited=MORE_AWAITED) for overlap in others))
+        if best.counted(overlaps) - best.counted(more) > WORTH * best.seconds:
+            yield self.solve(more, best.choice, RIVAL_GAP).choice
 
     def alone(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         """As if nothing hid, and every reduction that only the end needs took by itself what `best` takes besides;

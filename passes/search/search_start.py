@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.search.known_layouts import same_layouts
@@ -12,11 +12,15 @@ from passes.search.search_space import SearchSpace
 @dataclass(frozen=True)
 class SearchStart:
     """near: the layouts of a plan of the same graph, which may be good under these prices too; None: none is known.
-    gap: share of the seconds by which the objective's plan may be above its bound; above 0 nothing more is looked for,
-    nor what is faster on the timeline alone."""
+    gap: share of the step by which the plan may be above the bound when the search ends by itself; None: as the task
+    says, and where there is none, when nothing is left to try."""
 
     near: Assignment | None = None
-    gap: float = 0.0
+    gap: float | None = None
+
+    def ending_at(self, gap: float) -> SearchStart:
+        """Where it does not say at which gap it ends: at this one."""
+        return self if self.gap is not None else replace(self, gap=gap)
 
     def choice(self, space: SearchSpace) -> tuple[int, ...] | None:
         """`near` among the strategies of `space`; None where one of it is not listed there."""
@@ -36,4 +40,4 @@ class SearchStart:
 
 
 COLD = SearchStart()
-"""Nothing is known, and nothing left unproven."""
+"""Nothing is known."""

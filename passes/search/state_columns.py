@@ -66,12 +66,15 @@ class Columns:
     _bounds: list[_Bound] = field(default_factory=list)
     _known: tuple[int, ...] | None = None
     _shares: Point | None = None
+    _worth: Point | None = None
     _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
     _tied: dict[float, _Fitting | None] = field(default_factory=dict[float, _Fitting | None])
 
     def under(self, kinds: CostKinds) -> Columns:
         """With other paths through a step. What is known of strategies and choices stays, of bounds nothing."""
-        return Columns(self.problem, kinds, self.keep, _known=self._known, _last=self._last)
+        return Columns(
+            self.problem, kinds, self.keep, _known=self._known, _last=self._last, _worth=self._worth
+        )
 
     def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
         """The best choice that fits of those in which equal layers are alike, where there are many; else of the small
@@ -93,6 +96,11 @@ class Columns:
             self._priced(alike[1], room, deadline, gap)
             if self._bound(room) >= known:
                 return self._solution(alike[0], room)
+        if self._known is not None and self._worth is not None and known < math.inf:
+            # Prices that were good before, at another room or overlap, may say at once that nothing is as fast.
+            self._priced(self._worth, room, deadline, gap)
+            if self._bound(room) >= known and self._fits(self._known, room):
+                return self._solution(self._known, room)
         choice, point = self._small(room, deadline, gap)
         found = self._solution(choice, room)
         for _ in range(PROVING):
@@ -150,7 +158,8 @@ class Columns:
                 break
             self._known = tuple(kept[a] for kept, a in zip(keep, search.choice, strict=True))
             self._shares = search.bound_at
-            return self._known, replace(search.bound_at, prices=search.worth)
+            self._worth = replace(search.bound_at, prices=search.worth)
+            return self._known, self._worth
         # In large problems, what no mix of the leanest choices fits is taken to have no plan: a search with all rows
         # would not end.
         if not self._is_small:
@@ -213,6 +222,9 @@ class Columns:
         if fitting:
             best = min(fitting, key=lambda one: self.kinds.seconds(problem, one))
             self._known = tuple(int(a) for a in best)
+
+    def _fits(self, choice: Sequence[int], room: float) -> bool:
+        return replace(self.problem, limit=room).fits(choice)
 
     def _add(self, choice: Sequence[int]) -> bool:
         new = [a not in kept for kept, a in zip(self.keep, choice, strict=True)]

@@ -15,7 +15,6 @@ from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import AGAIN, Case, refining_seconds
 from cost_model.timed import TimedKernel, TimedPrices
-from passes.layout.layout import Layout
 from passes.predict.step_work import CollectiveCase, KernelCase
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
@@ -106,11 +105,9 @@ def test_the_next_best_of_the_second_search_are_timed_though_the_plan_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first search knows none. Without families, which would be others to time."""
-    monkeypatch.setattr(Rounds, "_best_of_families", lambda _: iter(()))
     one = task()
-    other = search_plan(
-        replace(one, pins={"0.weight": Layout.replicated(2), "2.weight": Layout.replicated(2)})
-    )
+    other, _ = refined(one, halved_features_are_slow, TimedStore({"machines": "others"}))
+    monkeypatch.setattr(Rounds, "_best_of_families", lambda _: iter(()))
 
     def told(task: Task, deadline: Any, rivals: Any = None, start: SearchStart = COLD) -> Plan:
         if rivals is not None and start.near is not None:
