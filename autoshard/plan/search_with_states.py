@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoshard.plan.bounded import bounded
 from autoshard.plan.judged import Spared
@@ -40,7 +40,8 @@ class StatesWithin:
     ways: with all collectives, and without those that exchange messages between all ranks. NCCL keeps gigabytes for
     these, which may be worth more than what they save; both are searched where the bound does not rule one out.
     reserve: bytes that a plan needs besides its tensors; None: that every plan needs. messages: those of the exchanges.
-    families: of plans that may be faster than what states make of the fastest of all.
+    families: of plans that may be faster than what states make of the fastest of all. anyway: what was judged that is
+    judged within any limit, until a plan fits: the other rooms for states are of the limit.
     """
 
     joint: JointGraph
@@ -49,6 +50,7 @@ class StatesWithin:
     messages: Callable[[Found], int]
     spared: Callable[[Found], Spared] = lambda found: Spared()
     families: Iterable[Chosen] = ()
+    anyway: list[Found] = field(default_factory=list[Found])
 
     def found(self, memory_limit: int | None, deadline: Deadline) -> Found:
         """Raises InfeasibleError, and OutOfTime."""
@@ -64,11 +66,14 @@ class StatesWithin:
     def _known(self, whole: Found, limit: int, deadline: Deadline) -> Found | None:
         """The fastest that fits of what was judged on the way to the fastest of all, and to those of families."""
         others, until = list(whole.rivals), deadline.share(_FAMILIES_SHARE)
+        self.anyway.extend((whole, *others))
         for family in self.families:
             with suppress(InfeasibleError, OutOfTime):
                 until.check()
                 found = self.ways[0].fastest(self.joint, family, None, 0, until)
                 others += [found, *found.rivals]
+        if until.left > 0.0:
+            self.anyway.extend(others)
         fits = [found for found in others if self.over(found, limit) <= 0]
         return min(fits, key=lambda found: found.seconds, default=None)
 
@@ -93,7 +98,7 @@ class StatesWithin:
     ) -> Found:
         """The fastest of what is known and of what the ways have; those are not searched that can save too little."""
         best = known
-        reasons: list[InfeasibleError] = []
+        reasons, late = list[InfeasibleError](), False
         for place, (way, whole) in enumerate(starts):
             if best is not None and whole.lower_bound >= best.seconds * (1.0 - _SAVED):
                 continue
@@ -105,11 +110,12 @@ class StatesWithin:
                 reasons.append(reason)
                 continue
             except OutOfTime:
+                late = True
                 continue
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         if best is None:
-            raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
+            raise OutOfTime if late else none_together(reasons[0], starts[0][1].joined)
         return bounded(best, min(whole.lower_bound for _, whole in starts))
 
     def _within(self, way: Way, whole: Found, limit: int, faster: float, deadline: Deadline) -> Found | None:
@@ -118,8 +124,12 @@ class StatesWithin:
         over = self.over(whole, limit)
         if over <= 0:
             return whole
+        # Plans without exchanges are looked for within any limit only if those take enough of every such limit.
+        first = self.anyway[0]
+        always = way is self.ways[0] or self.messages(first) > _WORTH * self._needs(first)
+        anyway = self.anyway if always else []
         search = RoomSearch(
-            self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, deadline
+            self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, anyway, deadline
         )
         if over > _MOVED * limit:
             return search.run()
