@@ -34,7 +34,6 @@ class Machine:
     least: int
     enough: int
     rooms: list[int] = field(default_factory=list[int])
-    held: list[int] = field(default_factory=list[int])
 
     def find(
         self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool, known: float = math.inf
@@ -49,7 +48,6 @@ class Machine:
         self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
     ) -> Found:
         held = 3 * LIMIT if states is None else self.holds(states.nbytes)
-        self.held.append(held)
         seconds = 0.01 if states is None else states.seconds
         step: Any = None
         return Found({}, seconds, seconds, 0.0, "optimal", held, "x", step, ())
@@ -61,10 +59,10 @@ def joint() -> JointGraph:
 
 
 def _planned(machine: Machine, joint: JointGraph) -> Found:
-    return _search(machine, joint).found(LIMIT, NEVER)
+    return searching(machine, joint).found(LIMIT, NEVER)
 
 
-def _search(machine: Machine, joint: JointGraph) -> StatesWithin:
+def searching(machine: Machine, joint: JointGraph) -> StatesWithin:
     return StatesWithin(joint, (_way(machine), _never()), lambda found: 0, lambda found: 0)
 
 
@@ -400,46 +398,3 @@ def test_what_was_found_is_kept_where_time_ends_over_a_better_one(joint: JointGr
     found = StatesWithin(joint, (_way(machine), _never()), none, none, spared).found(LIMIT, NEVER)
     assert machine.judged == 2
     assert found.peak_nbytes == LIMIT and found.seconds == pytest.approx(10.1)
-
-
-def test_what_an_error_says_would_do_is_what_any_limit_leads_to(joint: JointGraph) -> None:
-    """Half of this limit is a room whose program holds 1300, which no larger limit's rooms come to: within 1300 there
-    is no plan. The least room, looked for anew, holds 1700 whatever the limit."""
-    machine = Machine(lambda counted: {LIMIT // 2: 1300, 1: 1700}.get(counted, 1900), least=1, enough=1)
-    searched = _search(machine, joint)
-    with pytest.raises(InfeasibleError):
-        searched.found(LIMIT, NEVER)
-    assert min(machine.held) == 1300 and min(found.peak_nbytes for found in searched.anyway) == 1700
-    with pytest.raises(InfeasibleError):
-        _search(machine, joint).found(1300, NEVER)
-    assert _search(machine, joint).found(1700, NEVER).peak_nbytes == 1700
-
-
-def test_time_that_ends_before_the_least_room_is_an_error_of_time(joint: JointGraph) -> None:
-    def holds(counted: int) -> int:
-        if counted == 1:
-            raise OutOfTime
-        return 1900
-
-    with pytest.raises(OutOfTime):
-        _planned(Machine(holds, least=1, enough=1), joint)
-
-
-@pytest.mark.parametrize(("share", "least"), [(0.25, 1700), (0.75, 3 * LIMIT)])
-def test_what_time_cut_short_is_not_what_any_limit_leads_to(
-    joint: JointGraph, monkeypatch: pytest.MonkeyPatch, share: float, least: int
-) -> None:
-    """States of the least room may take half of the time that is left: in more, others may be found."""
-    now, ends = [0.0], Deadline(100.0)
-    monkeypatch.setattr("cost_model.deadline.time.monotonic", lambda: now[0])
-
-    @dataclass
-    class Slow(Machine):
-        def find(self, *, room: int, **options: Any) -> States:
-            now[0] += share * ends.left if room == 1 else 0.0
-            return super().find(room=room, **options)
-
-    searched = _search(Slow(lambda counted: 1700 if counted == 1 else 1900, least=1, enough=1), joint)
-    with pytest.raises(InfeasibleError):
-        searched.found(LIMIT, ends)
-    assert min(found.peak_nbytes for found in searched.anyway) == least
