@@ -60,13 +60,13 @@ class StatesWithin:
         whole = first.fastest(self.joint, None, None, least, deadline)
         if memory_limit is None or self.over(whole, memory_limit) <= 0:
             return whole
+        self.anyway.extend((whole, *whole.rivals))
         known = self._known(whole, memory_limit, deadline)
         return self._best(self._starts(whole, memory_limit, deadline), known, memory_limit, deadline)
 
     def _known(self, whole: Found, limit: int, deadline: Deadline) -> Found | None:
         """The fastest that fits of what was judged on the way to the fastest of all, and to those of families."""
         others, until = list(whole.rivals), deadline.share(_FAMILIES_SHARE)
-        self.anyway.extend((whole, *others))
         for family in self.families:
             with suppress(InfeasibleError, OutOfTime):
                 until.check()
@@ -128,6 +128,7 @@ class StatesWithin:
         first = self.anyway[0]
         always = way is self.ways[0] or self.messages(first) > _WORTH * self._needs(first)
         anyway = self.anyway if always else []
+        anyway.append(whole)
         search = RoomSearch(
             self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, anyway, deadline
         )
