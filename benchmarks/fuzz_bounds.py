@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import signal
 import sys
 import time
 import warnings
@@ -279,13 +280,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begun, cases = time.monotonic(), list[Examined]()
-    for number in range(arguments.seed, arguments.seed + arguments.cases):
-        if time.monotonic() - begun > arguments.seconds:
-            break
-        cases.append(examined(number))
-        for one in cases[-1].under:
-            print(f"{cases[-1].title}: {one.kind} {one.bound:g}, {one.found} {one.nearest:g}", flush=True)
-        print(f"{number}, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):  # a run that is stopped prints what it has
+        for number in range(arguments.seed, arguments.seed + arguments.cases):
+            if time.monotonic() - begun > arguments.seconds:
+                break
+            cases.append(examined(number))
+            for one in cases[-1].under:
+                print(f"{cases[-1].title}: {one.kind} {one.bound:g}, {one.found} {one.nearest:g}", flush=True)
+            print(f"{number}, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     print(table(cases))
     sys.exit(any(case.under for case in cases))
 
