@@ -52,8 +52,6 @@ __all__ = ["NEEDS", "Examined", "examined"]
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25)
 """Limits, as shares of the peak without one; several are drawn."""
-SECONDS = 3600.0
-"""A task's time limit: what a machine with other work takes says nothing of bounds."""
 ROUNDING = 1e-6
 """Share by which what is computed may be under a bound."""
 
@@ -113,10 +111,11 @@ class Examined:
         return self
 
 
+@mock.patch("time.monotonic", time.process_time)
 def examined(number: int, drawings: int = 6) -> Examined:
-    """All of one case. drawings: layouts that are drawn at random, and changes of its plan."""
+    """All of one case. drawings: layouts that are drawn at random, and changes of its plan. Time limits are of
+    processor time: that other work takes the rest says nothing of bounds."""
     title, task, pieces = tiny_task(number)
-    task = replace(task, time_limit=SECONDS)
     generator, found = random.Random(-1 - number), Examined(title)
     case = _Case(task, pieces, generator, found)
     plan = case.planned("the plan", None)
