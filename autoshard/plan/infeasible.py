@@ -36,30 +36,41 @@ class Asked:
     joint: JointGraph
     mesh: MeshSpec
     memory_limit: int | None
+    time_limit: float
     pins: Mapping[str, Layout]
     recompute: str
     reserve: Callable[[Judged], int]
     links: MeshSpec | None = None
 
 
-def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> InfeasibleError:
-    """`reason`; where it is the memory limit, also what lives at the peak of the smallest plan that was judged, by kind
-    and module, and what to change, as estimates."""
-    smallest = min(judged, key=lambda one: one.peak.nbytes, default=None)
-    if asked.memory_limit is None or smallest is None or smallest.memory is None:
+def told(
+    reason: InfeasibleError | None, asked: Asked, judged: Collection[Judged], anyway: Collection[Judged]
+) -> InfeasibleError:
+    """`reason`; None: time ended. Where it is the memory limit, also what lives at the peak of the smallest plan that
+    was judged, by kind and module, and what to change, as estimates. anyway: those that are judged within any limit,
+    one at least: what rooms of one limit led to, a larger one may not, and what was left when time ended, neither."""
+    needs = lambda one: one.peak.nbytes + asked.reserve(one)
+    smallest, limit = min(judged, key=needs, default=None), asked.memory_limit
+    if reason is None:
+        over = None if smallest is None or limit is None else (limit, needs(smallest))
+        reason, anyway = out_of_time(asked.mesh, asked.time_limit, over), ()
+    if limit is None or smallest is None or smallest.memory is None:
         return reason
-    room = asked.memory_limit - asked.reserve(smallest)
-    case = _Case(asked, smallest.assignment, smallest.memory, room)
+    case = _Case(asked, smallest.assignment, smallest.memory, limit - asked.reserve(smallest))
     if case.missing <= 0:
         return reason
+    said, remedies = str(reason), list(_remedies(case))
+    if anyway:
+        enough = min(map(needs, anyway))
+        of = "the smallest plan" if enough == needs(smallest) else "another plan"
+        fits = f"memory_limit={enough_bytes(enough)}"
+        within = f"{fits}, which {of} that was judged fits"
+        if asked.links is not None:
+            within = f"{fits}, within which that plan of this stage is; other stages may need more"
+        else:
+            said = said.replace("try: a larger memory_limit", f"try: {within}", 1)
+        remedies = [*([] if within in said else [within]), *remedies]
     peak = case.walk.peak
-    fits = f"memory_limit={enough_bytes(asked.memory_limit + case.missing)}"
-    said, within = str(reason), f"{fits}, which the smallest plan that was judged fits"
-    if asked.links is not None:
-        within = f"{fits}, within which that plan of this stage is; other stages may need more"
-    else:
-        said = said.replace("try: a larger memory_limit", f"try: {within}", 1)
-    remedies = [*([] if fits in said else [within]), *_remedies(case)]
     lines = [
         f"  the smallest plan that was judged holds {format_bytes(peak.nbytes)} at {peak.node}, in the {peak.phase}:",
         *(f"    {line}" for line in kind_lines(MemoryTimeline.of(case.walk))),
@@ -203,12 +214,12 @@ def _split_share(value: LiveValue, axis: str, case: _Case) -> float:
     return case.splits[axis]
 
 
-def too_much(limit: int, needs: int, found: Found) -> InfeasibleError:
-    """found: the plan that needs least, with what it needs besides its tensors."""
+def too_much(limit: int, found: Found) -> InfeasibleError:
+    """found: the plan that holds least."""
     return InfeasibleError(
         f"no plan was found that fits memory_limit={format_bytes(limit)} per device: the smallest that was "
         f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
-        f"  try: memory_limit={enough_bytes(needs)}, more devices, or a smaller batch"
+        "  try: a larger memory_limit, more devices, or a smaller batch"
     )
 
 

@@ -76,12 +76,12 @@ class RoomSearch:
     would leave of the limit, until their program fits.
 
     needs: bytes of a plan, with what it needs besides. reserve, spared: of `StatesWithin`. whole: the fastest plan.
-    faster: than this a plan has to be, in seconds.
+    faster: than this a plan has to be, in seconds. anyway: of `StatesWithin`.
     best: that fits, and its states. least: of those that do not. refused: why there were no states for `room`, all that
     the limit leaves. low: no states are within less. high: a room of which the program was too large. raised: a larger
     room is tried than what fitted. wide: other layouts are tried from the first on. roomier: how often less was tried,
-    for transfers to hold more. recounts: how often seconds were counted anew. proven: rooms in which other layouts were
-    tried since. bound: no states in any of these take less."""
+    for transfers to hold more. late: time ended the search of states. recounts: how often seconds were counted anew.
+    proven: rooms in which other layouts were tried since. bound: no states in any of these take less."""
 
     joint: JointGraph
     needs: Callable[[Found], int]
@@ -91,16 +91,18 @@ class RoomSearch:
     whole: Found
     limit: int
     faster: float
+    anyway: list[Found]
     deadline: Deadline
     best: tuple[Found, States] | None = None
     least: Found | None = None
-    refused: NoStates | None = None
+    refused: InfeasibleError | None = None
     room: int = 0
     low: int = 0
     high: int | None = None
     peak: int = 0
     stuck: int = 0
     raised: bool = False
+    late: bool = False
     wide: bool = False
     patient: bool = False
     roomier: int = 0
@@ -115,32 +117,35 @@ class RoomSearch:
     def run(self) -> Found | None:
         """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
         fits, or smaller rooms do not tell on them, those of any layouts. None: by the bound none is as fast."""
-        self._rooms()
-        if self._is_hopeless:
-            return None
-        gave_up = self.stuck >= _STUCK
-        if self.best is None:
-            self.wide, self.high = True, None
+        try:
             self._rooms()
-        if self.best is None and gave_up:
-            self.wide, self.high, self.patient = False, None, True
-            self._rooms()
+            if self._is_hopeless:
+                return self.best[0] if self.best is not None else None
+            gave_up = self.stuck >= _STUCK
+            if self.best is None:
+                self.wide, self.high = True, None
+                self._rooms()
+            if self.best is None and gave_up:
+                self.wide, self.patient, self.high = False, True, None
+                self._rooms()
+        except InfeasibleError as reason:
+            self.refused = self.refused or reason
         if self.best is None and self.faster == math.inf:
             self._smallest()
         if self.best is not None:
             return self.best[0]
-        found = self.least or self.whole
-        raise self.refused or too_much(self.limit, self.needs(found), found)
+        raise self.refused or too_much(self.limit, self.least or self.whole)
 
     def _smallest(self) -> None:
         """The least room that has states, looked for anew: what an error of a smaller limit says would fit does fit."""
-        anew = replace(self, low=0, high=None, wide=False, least=None, proven=set(), faster=math.inf)
-        room = 0
-        with suppress(InfeasibleError, OutOfTime):
+        room, anew = 0, replace(self, low=0, high=None, wide=False, least=None, proven=set(), faster=math.inf)
+        with suppress(InfeasibleError):
             while not (anew.best or anew.least) and room < max(1, anew.low):
                 room = max(1, anew.low)
                 anew._tried(room)
         self.best = anew.best
+        if anew.least is not None and not anew.late:
+            self.anyway += [anew.least, *anew.least.rivals]
 
     def _rooms(self) -> None:
         counted: int | None = self.limit - max(self.reserve(self.whole), 0)
@@ -167,8 +172,7 @@ class RoomSearch:
         except NoStates as refused:
             return self._larger(refused, counted)
         except (InfeasibleError, OutOfTime):
-            # There was no time to look for a better one.
-            if self.best is None:
+            if self.best is None:  # else there was no time to look for a better one
                 raise
             return None
         if proving:
@@ -207,8 +211,8 @@ class RoomSearch:
 
     def _larger(self, refused: NoStates, counted: int) -> int | None:
         """The next room where there are no states for one: what it counts may be more than what the program holds."""
-        if counted >= self.room:  # less says nothing of the limit
-            self.refused = self.refused or refused
+        if counted >= self.room and self.refused is None:  # less says nothing of the limit
+            self.refused = refused
         first, least = not self.low, int(refused.least * (1.0 + _MORE))
         self.low = max(self.low, least)
         if self.best is not None:
@@ -279,9 +283,10 @@ class RoomSearch:
         return room
 
     def _states(self, counted: int, *, prove: bool) -> States:
-        latest = self.deadline.share(_STATES_SHARE)
-        limit = self.limit, self.reserve(None)
-        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=self.faster)
+        latest, limit = self.deadline.share(_STATES_SHARE), (self.limit, self.reserve(None))
+        found = self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=self.faster)
+        self.late = latest.left <= 0.0
+        return found
 
     def _judged(self, chosen: States) -> Found | None:
         """Its fastest program, that fits if one does; None where there was no time for it, and there is a better one

@@ -103,7 +103,8 @@ class StatesWithin:
     ways: with all collectives, and without those that exchange messages between all ranks. NCCL keeps gigabytes for
     these, which may be worth more than what they save; both are searched where the bound does not rule one out.
     reserve: bytes that a plan needs besides its tensors; None: that every plan needs. messages: those of the exchanges.
-    families: of plans that may be faster than what states make of the fastest of all.
+    families: of plans that may be faster than what states make of the fastest of all. anyway: what was judged that is
+    judged within any limit, until a plan fits: the other rooms for states are of the limit.
     """
 
     joint: JointGraph
@@ -112,6 +113,7 @@ class StatesWithin:
     messages: Callable[[Found], int]
     spared: Callable[[Found], Spared] = lambda found: Spared()
     families: Iterable[Chosen] = ()
+    anyway: list[Found] = field(default_factory=list[Found])
 
     def found(self, memory_limit: int | None, deadline: Deadline) -> Found:
         """Raises InfeasibleError, and OutOfTime."""
@@ -121,6 +123,7 @@ class StatesWithin:
         whole = first.fastest(self.joint, None, None, least, deadline)
         if memory_limit is None or self.over(whole, memory_limit) <= 0:
             return whole
+        self.anyway.extend((whole, *whole.rivals))
         known = self._known(whole, memory_limit, deadline)
         return self._best(self._starts(whole, memory_limit, deadline), known, memory_limit, deadline)
 
@@ -132,6 +135,8 @@ class StatesWithin:
                 until.check()
                 found = self.ways[0].fastest(self.joint, family, None, 0, until)
                 others += [found, *found.rivals]
+        if until.left > 0.0:
+            self.anyway.extend(others)
         fits = [found for found in others if self.over(found, limit) <= 0]
         return min(fits, key=lambda found: found.seconds, default=None)
 
@@ -156,7 +161,7 @@ class StatesWithin:
     ) -> Found:
         """The fastest of what is known and of what the ways have; those are not searched that can save too little."""
         best = known
-        reasons: list[InfeasibleError] = []
+        reasons, late = list[InfeasibleError](), False
         for place, (way, whole) in enumerate(starts):
             if best is not None and (
                 whole.lower_bound >= best.seconds * (1.0 - _SAVED) or self.reserve(whole) >= limit
@@ -170,11 +175,12 @@ class StatesWithin:
                 reasons.append(reason)
                 continue
             except OutOfTime:
+                late = True
                 continue
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         if best is None:
-            raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
+            raise OutOfTime if late else none_together(reasons[0], starts[0][1].joined)
         return bounded(best, min(whole.lower_bound for _, whole in starts))
 
     def _within(self, way: Way, whole: Found, limit: int, faster: float, deadline: Deadline) -> Found | None:
@@ -183,8 +189,13 @@ class StatesWithin:
         over = self.over(whole, limit)
         if over <= 0:
             return whole
+        # Plans without exchanges are looked for within any limit only if those take enough of every such limit.
+        first = self.anyway[0]
+        always = way is self.ways[0] or self.messages(first) > _WORTH * self._needs(first)
+        anyway = self.anyway if always else []
+        anyway.append(whole)
         search = RoomSearch(
-            self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, deadline
+            self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, anyway, deadline
         )
         if over > _MOVED * limit:
             return search.run()

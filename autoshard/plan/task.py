@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.plan.families import Again, Variant
 from autoshard.plan.family_choices import families_within
-from autoshard.plan.infeasible import Asked, out_of_time, search_until, told
+from autoshard.plan.infeasible import Asked, search_until, told
 from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
@@ -229,12 +229,11 @@ def search_plans(
         peak = known[id(found.assignment)].peak
         return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
 
-    def over(one: Judged) -> int:
-        return one.peak.nbytes + task.reserve(one.collectives, one.memory) - (task.memory_limit or 0)
+    beside = lambda one: task.reserve(one.collectives, one.memory)
+    over = lambda one: one.peak.nbytes + beside(one) - (task.memory_limit or 0)
 
     def reserve(found: Found | None) -> int:
-        one = None if found is None else known[id(found.assignment)]
-        return task.reserve((), None) if one is None else task.reserve(one.collectives, one.memory)
+        return task.reserve((), None) if found is None else beside(known[id(found.assignment)])
 
     def messages(found: Found) -> int:
         return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
@@ -244,20 +243,19 @@ def search_plans(
     whole = compute_again(task.joint, again)
     ways = way(0, task.prices), way(1, task.prices.avoiding(MESSAGES))
     families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
+    within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)
     try:
-        within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)
         found = within_limit.found(task.memory_limit, until)
-    except OutOfTime:
-        limit, overs = task.memory_limit, map(over, known.values())
-        needed = (limit, limit + min(overs)) if known and limit is not None else None
-        raise out_of_time(task.mesh, task.time_limit, needed) from None
-    except InfeasibleError as reason:
+    except (InfeasibleError, OutOfTime) as error:
+        reason = None if isinstance(error, OutOfTime) or (known and until.left <= 0.0) else error
         with suppress(InfeasibleError, OutOfTime):
-            if not known and task.memory_limit is not None:
-                ways[0].fastest(whole, None, None, 0, until)  # for what lives at its peak
-        beside = lambda one: task.reserve(one.collectives, one.memory)
-        asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute, beside, task.links)
-        raise told(reason, asked, known.values()) from None
+            if reason is not None and not known and task.memory_limit is not None:
+                # For what lives at its peak.
+                within_limit.anyway.append(ways[0].fastest(whole, None, None, 0, until))
+        limits = task.memory_limit, task.time_limit
+        asked = Asked(task.joint, task.mesh, *limits, task.pins, task.recompute, beside, task.links)
+        anyway = [known[id(one.assignment)] for one in within_limit.anyway]
+        raise told(reason, asked, known.values(), anyway) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     fits = lambda one: task.memory_limit is None or over(known[id(one.assignment)]) <= 0

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, find_plan
+from autoshard.plan.find_plan import canonical_capture
 from benchmarks.fuzz_bounds import COUNTED, DO, NEEDS, examined
+from cost_model.deadline import NEVER, Deadline, OutOfTime
+from passes.ir.joint import JointGraph
+from passes.search.find_states import States
 from tests.plans.test_infeasible import nbytes_of
+from tests.plans.test_rooms import LIMIT, Machine, searching
 
 DP2 = MeshSpec({"dp": 2})
+
+
+@pytest.fixture(scope="module")
+def joint() -> JointGraph:
+    return canonical_capture(nn.Linear(2, 2), (torch.randn(2, 2),), {}).joint
 
 
 def refused(model: nn.Module, rows: torch.Tensor, limit: int) -> str:
@@ -56,3 +68,46 @@ def test_a_limit_that_an_error_offers_fits() -> None:
     found = examined(25, drawings=0)
     assert DO in {one.kind for one in found.held}
     assert not found.under
+
+
+def test_what_an_error_says_would_do_is_what_any_limit_leads_to(joint: JointGraph) -> None:
+    """Half of this limit is a room whose program holds 1300, which no larger limit's rooms come to: within 1300 there
+    is no plan. The least room, looked for anew, holds 1700 whatever the limit."""
+    machine = Machine(lambda counted: {LIMIT // 2: 1300, 1: 1700}.get(counted, 1900), least=1, enough=1)
+    searched = searching(machine, joint)
+    with pytest.raises(InfeasibleError):
+        searched.found(LIMIT, NEVER)
+    assert LIMIT // 2 in machine.rooms and min(found.peak_nbytes for found in searched.anyway) == 1700
+    with pytest.raises(InfeasibleError):
+        searching(machine, joint).found(1300, NEVER)
+    assert searching(machine, joint).found(1700, NEVER).peak_nbytes == 1700
+
+
+def test_time_that_ends_before_the_least_room_is_an_error_of_time(joint: JointGraph) -> None:
+    def holds(counted: int) -> int:
+        if counted == 1:
+            raise OutOfTime
+        return 1900
+
+    with pytest.raises(OutOfTime):
+        searching(Machine(holds, least=1, enough=1), joint).found(LIMIT, NEVER)
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.25, 1700), (0.75, 3 * LIMIT)])
+def test_what_time_cut_short_is_not_what_any_limit_leads_to(
+    joint: JointGraph, monkeypatch: pytest.MonkeyPatch, share: float, least: int
+) -> None:
+    """States of the least room may take half of the time that is left: in more, others may be found."""
+    now, ends = [0.0], Deadline(100.0)
+    monkeypatch.setattr("cost_model.deadline.time.monotonic", lambda: now[0])
+
+    @dataclass
+    class Slow(Machine):
+        def find(self, *, room: int, **options: Any) -> States:
+            now[0] += share * ends.left if room == 1 else 0.0
+            return super().find(room=room, **options)
+
+    searched = searching(Slow(lambda counted: 1700 if counted == 1 else 1900, least=1, enough=1), joint)
+    with pytest.raises(InfeasibleError):
+        searched.found(LIMIT, ends)
+    assert min(found.peak_nbytes for found in searched.anyway) == least

@@ -166,7 +166,7 @@ def test_other_reasons_are_told_as_before() -> None:
 
 def test_what_a_stage_needs_counts_the_pieces_in_flight() -> None:
     """And what is enough for the first stage may not be for the others."""
-    given: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "schedule": "gpipe"}
+    given: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "schedule": "gpipe", "recompute": "user"}
     mesh = MeshSpec({"pp": 2})
     model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), Mean()), torch.randn(64, 16)
     peak = find_plan(model, mesh, (x,), profile=slow_compute(), **given).peak_memory

@@ -59,9 +59,11 @@ def joint() -> JointGraph:
 
 
 def _planned(machine: Machine, joint: JointGraph) -> Found:
-    return StatesWithin(joint, (_way(machine), _never()), lambda found: 0, lambda found: 0).found(
-        LIMIT, NEVER
-    )
+    return searching(machine, joint).found(LIMIT, NEVER)
+
+
+def searching(machine: Machine, joint: JointGraph) -> StatesWithin:
+    return StatesWithin(joint, (_way(machine), _never()), lambda found: 0, lambda found: 0)
 
 
 def _way(machine: Machine) -> Way:
