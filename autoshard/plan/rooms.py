@@ -122,12 +122,10 @@ class RoomSearch:
             if self._is_hopeless:
                 return self.best[0] if self.best is not None else None
             gave_up = self.stuck >= _STUCK
-            if self.best is None:
-                self.wide, self.high = True, None
-                self._rooms()
-            if self.best is None and gave_up:
-                self.wide, self.patient, self.high = False, True, None
-                self._rooms()
+            for wide in (True, False) if gave_up else (True,):
+                if self.best is None:
+                    self.wide, self.patient, self.high = wide, not wide, None
+                    self._rooms()
         except InfeasibleError as reason:
             self.refused = self.refused or reason
         if self.best is None and self.faster == math.inf:
