@@ -3,7 +3,7 @@
     python -m benchmarks.planning                                   # Llama-3-8B, 32 layers, dp=32, tp=8
     python -m benchmarks.planning --layers 4 --mesh dp=4,sp=8,tp=8 --memory-limit 70GB
     python -m benchmarks.planning --model llama-3-70b
-    python -m benchmarks.planning --check                           # small models against the last landing, as CI does
+    python -m benchmarks.planning --check                           # small models against the best figures, as CI does
     python -m benchmarks.planning --sweep                           # growth with layers, axes and devices
 
 The model lives on `meta`, the prices are those of a profile; no GPU, no process group, one thread. The stages
@@ -259,10 +259,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for the search")
     parser.add_argument("--whole", action="store_true", help="only find_plan, in one stage")
     parser.add_argument("--sweep", action="store_true", help="a table of growth; takes minutes")
-    parser.add_argument(
-        "--check", action="store_true", help="small models against the last landing's figures"
-    )
-    parser.add_argument("--record", action="store_true", help="write those figures")
+    parser.add_argument("--check", action="store_true", help="small models against the best figures recorded")
+    parser.add_argument("--record", action="store_true", help="write those that are better now")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     return parser
 

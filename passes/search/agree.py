@@ -46,6 +46,8 @@ timeline's by a constant for each phase: searches take seconds to minutes there,
 most."""
 AGAIN_GAP = 2e-3
 """Relative gap of searches under a corrected overlap, which are about what a correction is worth."""
+NEARLY = 3.0
+"""Times the gap at which a search ends: within it a little more is tried, and most is not worth the wait."""
 SEEN = 5e-3
 """Share of a step that a transfer takes for plans to be judged that have it elsewhere."""
 TURNS, TURNED_EDGES, PATIENCE, MOST_EXPENSIVE = 8, 4000, 3, 0.02
@@ -129,17 +131,16 @@ class _Search:
         if self.small or self.best.difference(overlaps) > AGREES:
             self._extremes()
         for look in (self._corrected, self._stored, self._turned, self._corrected) if self.small else ():
-            if self._is_proven or self.judging.late():
+            if self._is_within(self.gap) or self.judging.late():
                 break
             look()
         return self._agreed()
 
-    @property
-    def _is_proven(self) -> bool:
-        """Whether the best plan is within the gap, by an objective that says what it takes; never, where it is none."""
+    def _is_within(self, gap: float) -> bool:
+        """Whether the best plan is, by an objective that says what it takes; never, where the search has no gap."""
         bound = self.solution.lower_bound + sum(overlap.extra for overlap in self.overlaps)
         near = self.best.difference(self.overlaps) <= max(AGREES, self.gap)
-        return self.gap > 0.0 and near and self.best.seconds * (1.0 - self.gap) <= bound
+        return self.gap > 0.0 and near and self.best.seconds * (1.0 - gap) <= bound
 
     def _look(self, choices: Iterable[Choice]) -> None:
         self.best = self.judging.best_of(choices, self.best)
@@ -154,6 +155,8 @@ class _Search:
         self._turn_to([one.choice for one in self.judging.known.values()], 1)
 
     def _stored(self) -> None:
+        if self._is_within(NEARLY * self.gap):
+            return
         self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
 
     def _agreed(self) -> Agreed:
@@ -174,9 +177,10 @@ class _Search:
         return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
 
     def _turned(self) -> None:
-        self._turn_to(self.rivals.found, PATIENCE)
+        patience = 1 if self._is_within(NEARLY * self.gap) else PATIENCE
+        self._turn_to(self.rivals.found, patience)
         past = past_transfers(self.space.problem, self.best.choice, SEEN * self.best.seconds)
-        self._turn_to(past, PATIENCE)
+        self._turn_to(past, patience)
 
     def _turn_to(self, others: Iterable[Choice], patience: int) -> None:
         """One kind of place after the other is turned over to what another plan has there, and back where that did not
@@ -202,5 +206,5 @@ class _Search:
                 self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))
             )
             best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
-            if self.best is best or self._is_proven or self.judging.late():
+            if self.best is best or self._is_within(self.gap) or self.judging.late():
                 return

@@ -213,7 +213,7 @@ class CuttingPlanes:
         if self.mixes and len(self.planes) > 1:
             found = self._of_mixes(found)
         highest, point = found
-        if self.choice and highest <= self.bound + max(ENOUGH, self.relative_gap) * self.cost:
+        if self.choice and highest <= self.bound + max(ENOUGH, self._inner_gap()) * self.cost:
             return None
         unmoved = bool(self.choice) and self.highest - highest <= UNMOVED * (highest - self.bound)
         self.highest = highest

@@ -75,19 +75,16 @@ def test_another_rule_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_path(one) == paths[0]
 
 
-def test_what_is_not_proven_is_not_kept() -> None:
-    found = Searches(task(), status="feasible")
-    cached_plan(found.task, found)
-    assert not plan_path(found.task).exists()
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_within_a_limit_what_was_found_early_is_kept(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the bound is of plans without a limit, and says little of where the search ended."""
+@pytest.mark.parametrize(("gap", "early"), [(0.005, False), (0.5, True), (0.5, False)])
+def test_what_the_time_limit_may_have_ended_is_not_kept(
+    gap: float, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that ended by itself is: at its gap of 1 %, or long before its time."""
     monkeypatch.setattr(plan_cache, "_EARLY", 1.0 if early else 0.0)
-    found = Searches(replace(task(), memory_limit=10**9), status="feasible")
+    cost = search_plan(task()).cost
+    found = Searches(task(), status="feasible", lower_bound=(1.0 - gap) * cost)
     cached_plan(found.task, found)
-    assert plan_path(found.task).exists() == early
+    assert plan_path(found.task).exists() == (gap < 0.01 or early)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
