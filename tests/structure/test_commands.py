@@ -38,6 +38,8 @@ _SMALLEST = (
     ("benchmarks/memory.py", "--world", "1", "2", "--width", "64", "--hidden", "64"),
     ("benchmarks/kinds.py", "--layers", "1", "--width", "96"),
     ("benchmarks/fuzz_bounds.py", "--cases", "1"),
+    ("benchmarks/policies.py", "--problem", "pinned", "--policy", "turned"),
+    ("benchmarks/walk.py",),
     ("tests/spatial/test_window_rules.py", "1"),
     ("tests/spatial/test_more_window_rules.py", "1"),
     ("tests/spatial/test_moving_rules.py", "1"),
