@@ -16,7 +16,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -50,7 +50,7 @@ POLICIES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
 @dataclass(frozen=True)
 class Problem:
     """make: model, arguments and keywords of a call. options: of `find_plan`. share: of the bytes that the plan without
-    a limit needs, as the limit; None: none. policies: that may matter, None: those of searches without a limit."""
+    a limit needs, as the limit; None: none."""
 
     make: Callable[[], tuple[nn.Module, Any]]
     mesh: Mapping[str, int]
@@ -185,8 +185,7 @@ def _row(
 ) -> float:
     """The step of the plan, 0 where there is none. step: of the default's."""
     begun = time.process_time()
-    with ExitStack() as stack:
-        stack.enter_context(context)
+    with context:
         try:
             plan = problem.planned(**more)
         except InfeasibleError:

@@ -20,7 +20,7 @@ peak.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -96,15 +96,16 @@ def agreed(
     overlaps = first_overlaps(efficiency)
     if judge is not None:
         return _Search(space, judge, time.monotonic() + time_limit, start).run(overlaps)
-    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), _inner(start.gap))
+    gap = _inner(start.gap or 0.0)
+    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), gap)
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
 
 
-def _inner(gap: float | None) -> float:
+def _inner(gap: float) -> float:
     """Of a search by the objective, for one by the timeline that ends at `gap`: what they may differ by is left."""
-    return 0.0 if gap is None else max(0.0, gap - AGREES)
+    return max(0.0, gap - AGREES)
 
 
 def _bound(known: float, seconds: float) -> float:
@@ -138,9 +139,12 @@ class _Search:
 
     def _is_within(self, gap: float) -> bool:
         """Whether the best plan is, by an objective that says what it takes; never, where the search has no gap."""
-        bound = self.solution.lower_bound + sum(overlap.extra for overlap in self.overlaps)
         near = self.best.difference(self.overlaps) <= max(AGREES, self.gap)
-        return self.gap > 0.0 and near and self.best.seconds * (1.0 - gap) <= bound
+        return self.gap > 0.0 and near and self.best.seconds * (1.0 - gap) <= self._bound(self.overlaps)
+
+    def _bound(self, overlaps: Sequence[PhaseOverlap]) -> float:
+        """Of the last solution, where phases take what `overlaps` say besides."""
+        return self.solution.lower_bound + sum(overlap.extra for overlap in overlaps)
 
     def _look(self, choices: Iterable[Choice]) -> None:
         self.best = self.judging.best_of(choices, self.best)
@@ -164,7 +168,7 @@ class _Search:
         if best.difference(overlaps) > AGREES:
             overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
-        bound = _bound(self.solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
+        bound = _bound(self._bound(overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
         others, own = self._others(best, overlaps, bound), best.corrected(overlaps)
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, own, others)

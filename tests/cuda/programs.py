@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tests.models import MODELS, seeded
 from tests.spatial.networks import NETWORKS, network
+from tests.training.steps import train
 
 __all__ = [
     "PRECISIONS",
@@ -104,20 +105,15 @@ def losses_of_training(
     model: nn.Module, inputs: Mapping[str, Any], precision: Precision, steps: int, rate: float = 1e-3
 ) -> list[float]:
     """AdamW with clipped gradients; the batch rolls from step to step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    losses: list[float] = []
-    for step in range(steps):
+
+    def call(step: int) -> Tensor:
         batch = {
             k: v.roll(step, -1) if isinstance(v, Tensor) and v.ndim > 1 else v for k, v in inputs.items()
         }
         with precision.scope():
-            loss = loss_of(model(**batch))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+            return loss_of(model(**batch))
+
+    return train(model, call, steps, rate)
 
 
 def synchronisations(step: Callable[[], object]) -> Sequence[str]:

@@ -38,10 +38,8 @@ class Space:
     problem: Problem = field(default_factory=lambda: PROBLEM)
     edges: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
-    solved: list[tuple[PhaseOverlap, ...]] = field(default_factory=list)
 
     def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
-        self.solved.append(tuple(overlaps))
         return CostKinds((CHAIN, CHAIN), (AT_HAND,), KINDS, phase_paths(overlaps))
 
     def totals(self, choice: Sequence[int]) -> Array:
@@ -51,25 +49,25 @@ class Space:
         return tuple(choice)
 
 
-def searched(seconds: dict[tuple[int, ...], float], edges: int = 0) -> tuple[Any, Space]:
+def searched(seconds: dict[tuple[int, ...], float], edges: int = 0) -> Any:
     """What is found where the timeline says these seconds of the two choices."""
     space = Space(edges=(0,) * edges)
     judge = lambda choice: Judgement((seconds[cast(tuple[int, ...], choice)], 0.0, 0.0), 0)
-    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0), space
+    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0)
 
 
 GATHERED, WHOLE = (0, 1), (0, 0)
 
 
 def test_where_the_timeline_agrees_the_objective_decides() -> None:
-    found, _ = searched({GATHERED: 8.0, WHOLE: 10.0})
+    found = searched({GATHERED: 8.0, WHOLE: 10.0})
     assert found.choice == GATHERED
     assert found.seconds == 8.0 and found.lower_bound <= 8.0
 
 
 def test_a_plan_that_only_the_objective_likes_is_not_taken() -> None:
     """By the objective the gather hides, 8 seconds; on the timeline it does not."""
-    found, _ = searched({GATHERED: 12.0, WHOLE: 10.0})
+    found = searched({GATHERED: 12.0, WHOLE: 10.0})
     assert found.choice == WHOLE
     assert found.seconds == pytest.approx(10.0)
     assert found.lower_bound <= 10.0
@@ -89,7 +87,7 @@ def test_of_equally_fast_plans_the_smaller_is_taken() -> None:
 
 
 def test_what_else_was_judged_is_kept_with_its_own_timeline() -> None:
-    found, _ = searched({GATHERED: 12.0, WHOLE: 10.0})
+    found = searched({GATHERED: 12.0, WHOLE: 10.0})
     (rival,) = found.rivals
     assert rival.choice == GATHERED and rival.seconds == pytest.approx(12.0)
     assert rival.lower_bound == found.lower_bound
@@ -99,12 +97,11 @@ PAIRS = Problem(tuple(np.array([2.0, 2.0 + k / 100]) for k in range(6)))
 """Six ops; the second strategy of each takes a little longer."""
 
 
-def pairs(seconds: Callable[[tuple[int, ...]], float], problem: Problem = PAIRS) -> tuple[Any, Space]:
+def pairs(seconds: Callable[[tuple[int, ...]], float], problem: Problem = PAIRS) -> Any:
     """What is found of six ops that compute, where the timeline says so."""
 
     class Apart(Space):
         def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
-            self.solved.append(tuple(overlaps))
             return CostKinds((CHAIN,) * 6, (), KINDS, phase_paths(overlaps))
 
         def totals(self, choice: Sequence[int]) -> Array:
@@ -112,7 +109,7 @@ def pairs(seconds: Callable[[tuple[int, ...]], float], problem: Problem = PAIRS)
 
     space = Apart(problem)
     judge = lambda choice: Judgement((seconds(cast(tuple[int, ...], choice)), 0.0, 0.0), 0)
-    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0), space
+    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0)
 
 
 def test_places_are_turned_over_one_by_one_where_the_timeline_differs(
@@ -127,11 +124,11 @@ def test_places_are_turned_over_one_by_one_where_the_timeline_differs(
         return replace(solve_overlapped(problem, kinds, **options), others=((1,) * 6,))
 
     monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", on_the_way)
-    found, _ = pairs(seconds)
+    found = pairs(seconds)
     assert found.choice == (1, 0, 1, 0, 0, 0)
     assert found.seconds == pytest.approx(18.0)
     monkeypatch.setattr("passes.search.agree.TURNED_EDGES", 0)
-    assert pairs(seconds)[0].choice == (0, 0, 0, 0, 0, 0), "not in a problem too large for it"
+    assert pairs(seconds).choice == (0, 0, 0, 0, 0, 0), "not in a problem too large for it"
 
 
 @pytest.mark.parametrize("first", [12.0, 13.0])
@@ -148,23 +145,23 @@ def test_plans_that_store_weights_alike_are_judged(first: float, monkeypatch: py
 
     stored = [{node: (place,) for node, place in enumerate(choice)} for choice in (far, alike)]
     monkeypatch.setattr("passes.search.rival_choices.stored_alike", lambda _: stored)
-    found = pairs(seconds, problem)[0]
+    found = pairs(seconds, problem)
     assert found.choice == alike and far not in judged
     assert found.seconds == pytest.approx(11.0) and found.lower_bound <= 11.0
     monkeypatch.setattr("passes.search.agree.AGAIN_EDGES", -1)
-    assert pairs(seconds, problem)[0].choice == (0,) * 6, "not in a problem too large for it"
+    assert pairs(seconds, problem).choice == (0,) * 6, "not in a problem too large for it"
 
 
 def test_the_objective_of_the_plan_becomes_its_timeline() -> None:
     """Half of the gather is exposed; the plan is the fastest nevertheless, and its cost says so."""
-    found, _ = searched({GATHERED: 9.0, WHOLE: 10.0})
+    found = searched({GATHERED: 9.0, WHOLE: 10.0})
     assert found.choice == GATHERED
     assert found.seconds == pytest.approx(9.0)
     assert found.lower_bound <= 9.0
 
 
 def test_seconds_that_no_overlap_explains_are_extra() -> None:
-    found, _ = searched({GATHERED: 13.0, WHOLE: 14.0})
+    found = searched({GATHERED: 13.0, WHOLE: 14.0})
     assert found.choice == GATHERED
     assert found.seconds == pytest.approx(13.0)
     assert found.overlaps[0].extra == pytest.approx(1.0)
@@ -173,7 +170,7 @@ def test_seconds_that_no_overlap_explains_are_extra() -> None:
 
 def test_a_large_problem_is_not_searched_again() -> None:
     """Its cost is the timeline's all the same, by a constant."""
-    found, _ = searched({GATHERED: 12.0, WHOLE: 14.0}, edges=10_000)
+    found = searched({GATHERED: 12.0, WHOLE: 14.0}, edges=10_000)
     assert found.choice == GATHERED
     assert found.seconds == pytest.approx(12.0)
     assert found.overlaps[0].extra == pytest.approx(4.0)
@@ -242,5 +239,5 @@ def test_a_small_model_reduces_nothing_where_one_start_takes_longer_than_all_com
 def test_a_plan_that_hides_nothing_is_judged_though_the_objective_is_the_timeline_of_another() -> None:
     """By the objective the gather hides, and so it does: 8 seconds; by the timeline all of it hides and more."""
     hidden = {GATHERED: 8.0, WHOLE: 7.0}
-    assert searched(hidden)[0].choice == WHOLE
-    assert searched(hidden, edges=3001)[0].choice == GATHERED, "not in a problem too large for it"
+    assert searched(hidden).choice == WHOLE
+    assert searched(hidden, edges=3001).choice == GATHERED, "not in a problem too large for it"
