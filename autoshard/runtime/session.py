@@ -28,7 +28,7 @@ from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
-from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
+from autoshard.runtime.module import Built, Copies, Mode, dispatcher_of, same_parameters
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
@@ -36,6 +36,7 @@ from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.sharding import check_placed, move_buffers
+from autoshard.runtime.sized_calls import SizedCalls, structure_of
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
@@ -44,6 +45,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.ir.joint import JointGraph
+from passes.ir.torch_sizes import SymbolicShapes
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 from passes.plan.describe import graph_hash
@@ -71,6 +73,7 @@ class Session:
         self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
+        self._sized = SizedCalls()
         self.watch = watch_of(mesh)
 
     @staticmethod
@@ -158,10 +161,23 @@ class Session:
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
-        captured = canonical_capture(
-            self.model, whole.args, whole.kwargs, device=device, forward=forward, answers=answers
-        )
-        return whole, captured
+
+        def capture(sizes: SymbolicShapes | None = None) -> Captured:
+            return canonical_capture(
+                self.model,
+                whole.args,
+                whole.kwargs,
+                device=device,
+                forward=forward,
+                answers=answers,
+                sizes=sizes,
+            )
+
+        if answers:
+            return whole, capture()
+        tensors, key = flatten_call(whole.args, whole.kwargs)
+        kind = Mode(self.model).key(), structure_of(key)
+        return whole, self._sized.captured(self.model, kind, [tuple(t.shape) for t in tensors], capture)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         return {

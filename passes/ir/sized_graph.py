@@ -1,9 +1,9 @@
-"""Graphs whose sizes are symbols, and what they are for values of these: the same nodes, numbers in the symbols' place."""
+"""Graphs whose sizes are symbols, and what they are for values of these: the same nodes, with numbers for symbols."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +51,14 @@ class Numbers:
         """How a tensor looks, its `Look` with places in it."""
         every = lambda numbers: tuple(map(self.place, numbers))
         offset = self.place(value.storage_offset())
-        return every(value.shape), every(value.stride()), offset, value.dtype, value.device, value.requires_grad
+        return (
+            every(value.shape),
+            every(value.stride()),
+            offset,
+            value.dtype,
+            value.device,
+            value.requires_grad,
+        )
 
     def codes(self) -> list[str]:
         return [self.symbols.code(expression) for expression in self._places]
@@ -98,7 +105,9 @@ class SizedModule:
             if (placed := numbers.placed(given)) != given:
                 self._arguments[node] = placed
             if "val" in node.meta:
-                self._values[node] = fx.node.map_aggregate(node.meta["val"], lambda v: _looked(v, looks, numbers))
+                self._values[node] = fx.node.map_aggregate(
+                    node.meta["val"], lambda v: _looked(v, looks, numbers)
+                )
         self.looks = list(dict.fromkeys(looks.values()))
 
     def at(self, numbers: Sequence[Any], looks: Looks, name: str = "GraphModule") -> fx.GraphModule:
@@ -111,7 +120,9 @@ class SizedModule:
                 copy.args, copy.kwargs = filled(tuple(args), numbers), filled(dict(kwargs), numbers)
             if node in self._values:
                 value = self._values[node]
-                copy.meta["val"] = looks.fakes[value.look] if isinstance(value, _Looked) else _values(value, looks)
+                copy.meta["val"] = (
+                    looks.fakes[value.look] if isinstance(value, _Looked) else _values(value, looks)
+                )
         return lazy_module(graph, name)
 
 
@@ -147,7 +158,9 @@ class SizedJoint:
         if numbers is None:
             return None
         module = self._module.at(numbers, Looks(self._module.looks, numbers), "JointGraph")
-        return JointGraph(module, self.joint.inputs, self.joint.outputs, self.joint.constants, self.joint.device)
+        return JointGraph(
+            module, self.joint.inputs, self.joint.outputs, self.joint.constants, self.joint.device
+        )
 
 
 def alike(one: JointGraph, two: JointGraph) -> bool:
@@ -160,9 +173,11 @@ def alike(one: JointGraph, two: JointGraph) -> bool:
     ):
         return False
     nodes = list(one.graph.nodes), list(two.graph.nodes)
-    return len(nodes[0]) == len(nodes[1]) and all(map(_node_text, nodes[0])) and list(
-        map(_node_text, nodes[0])
-    ) == list(map(_node_text, nodes[1]))
+    return (
+        len(nodes[0]) == len(nodes[1])
+        and all(map(_node_text, nodes[0]))
+        and list(map(_node_text, nodes[0])) == list(map(_node_text, nodes[1]))
+    )
 
 
 def _node_text(node: fx.Node) -> str:
@@ -175,6 +190,3 @@ def _shown(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return str((tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.requires_grad))
-
-
-Sizes = Callable[[Sequence[int]], "JointGraph | None"]

@@ -1,4 +1,4 @@
-"""Sizes as symbols: numbers of torch's (`torch.SymInt`) that know of which sizes they are computed, and all that was asked
+"""Sizes as symbols: numbers of torch's (`torch.SymInt`) that know how they are computed of sizes, and all that was asked
 of them while a graph was made. Private torch APIs are used as in `passes.ir.torch_compat`, and supported as there.
 """
 
@@ -116,15 +116,15 @@ def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
 def symbols_unwarned() -> Generator[None]:
     """torch warns of graphs that hold symbolic numbers. Since torch 2.13."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Raw SymInt value")
+        warnings.filterwarnings("ignore", "Raw Sym")
         yield
 
 
 @contextmanager
 def symbolic_sizes() -> Generator[None]:
-    """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike are
-    the same, and all others differ, whatever they count as. torch gives them no hash, since two that are equal for some
-    sizes could be told apart by it: not for a user's code, which may do so."""
+    """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike
+    are the same, and all others differ, whatever they count as. torch gives them no hash, since two that are equal for
+    some sizes are told apart by it: not for a user's code, which may mean something by that."""
     hashed = lambda number: hash(number.node.expr)
     with replaced_attribute(torch.SymInt, "__hash__", hashed), symbols_unwarned():
         yield
