@@ -25,8 +25,10 @@ from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
+from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
+from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, Mode, dispatcher_of, same_parameters
 from autoshard.runtime.observe import Observer, StageClock
@@ -36,14 +38,26 @@ from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.sharding import check_placed, move_buffers
-from autoshard.runtime.sized_calls import SizedCalls, structure_of
+from autoshard.runtime.sized_calls import SizedCall, SizedCalls, structure_of
+from autoshard.runtime.sized_programs import PhaseCodeAt, counts_no_rows, sized_program
+from autoshard.runtime.step import Program
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
-from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
+from autoshard.watching.check_calls import (
+    CheckCalls,
+    Replicas,
+    checked_inputs,
+    kind_text,
+    local_call,
+    tensor_shapes,
+    turns_of,
+)
 from autoshard.watching.watch import watch_of
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
+from passes.capture.call import CallKey
 from passes.ir.joint import JointGraph
 from passes.ir.torch_sizes import SymbolicShapes
 from passes.layout.layout import Layout
@@ -105,8 +119,10 @@ class Session:
         what, detail = "planning a new kind of call", local_call(args, kwargs)
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
+        if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
+            return ready
         with self.stages("tracing the model", detail):
-            whole, captured = collectively(
+            whole, captured, sized = collectively(
                 self.mesh,
                 lambda: self._captured(args, kwargs, shapes, answers),
                 what="capture",
@@ -132,19 +148,75 @@ class Session:
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         captured = making.cut(plan)
-        call = replace(captured.call, key=key)
+        guards = Guards(self.model, captured.reads)
+        if sized is not None and counts_no_rows(plan):
+            given = sized.captured.joint, sized.symbols, layouts, plan
+            if (program := sized_program(self, *given)) is not None:
+                sized.programs.append(program)
+        return self._executable(whole, captured, key, plan, making.ends(plan), programs, guards)
+
+    def _executable(
+        self,
+        whole: GlobalCall,
+        captured: Captured,
+        key: CallKey,
+        plan: Plan,
+        ends: CallEnds,
+        programs: Programs,
+        guards: Guards,
+    ) -> Executable:
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
         staged = isinstance(plan, PipelinePlan)
         buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
-        return Executable(
-            self,
-            replace(captured, call=call),
-            making.ends(plan),
-            programs,
-            Guards(self.model, captured.reads),
-            CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers)),
-        )
+        check = CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers))
+        captured = replace(captured, call=replace(captured.call, key=key))
+        return Executable(self, captured, ends, programs, guards, check)
+
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> Executable | None:
+        """What runs a call of other sizes by a program there is; None where some rank has none."""
+        if not self._sized.has_programs:
+            return None
+        found = self._ready_here(args, kwargs, shapes)
+        agreed = everyones(self.mesh, None if found is None else found[0], what="a program for other sizes")
+        if found is None or any(one != found[0] for one in agreed):
+            return None
+        (number, place, values), numbers, whole, sized = found
+        program = sized.programs[place]
+        shown = [str(key) for key in flatten_call(whole.args, whole.kwargs)[1].tensors]
+        kind = kind_text(self.model, shown, sized.captured.joint, f"program {number}.{place} of {values}")
+        around = Around(turns_of(self.watch, kind), Checks(sized.captured.call))
+        code, ends = PhaseCodeAt(program.code, numbers), program.code.ends(numbers)
+        given = ends.inputs, self.spec, self.mesh.get_rank(), self.observers, around
+
+        def made(backend: str) -> CallProgram:
+            if backend == "eager":
+                return Program(code, *given)
+            with self.stages("compiling the plan", (kind, backend)):
+                alone = collectively(self.mesh, lambda: code.alone(backend), what="compiling a plan")
+            return Program(alone, *given)
+
+        programs = Programs(made, self.settings.backend, at_once=False)
+        self._settle(program.plan)
+        _, key = flatten_call(args, kwargs)
+        return self._executable(whole, sized.captured, key, program.plan, ends, programs, sized.guards)
+
+    def _ready_here(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> tuple[tuple[int, int, tuple[int, ...]], list[Any], GlobalCall, SizedCall] | None:
+        try:
+            whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
+        except ShardingError:  # which making a program of its own says on all ranks
+            return None
+        tensors, key = flatten_call(whole.args, whole.kwargs)
+        kind = Mode(self.model).key(), structure_of(key)
+        for number, sized in enumerate(self._sized.of(kind)):
+            if (found := sized.ready([tuple(t.shape) for t in tensors])) is not None:
+                place, values, numbers = found
+                return (number, place, values), numbers, whole, sized
+        return None
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -156,7 +228,7 @@ class Session:
         kwargs: dict[str, Any],
         shapes: list[list[tuple[int, ...]]],
         answers: Sequence[torch.Tensor],
-    ) -> tuple[GlobalCall, Captured]:
+    ) -> tuple[GlobalCall, Captured, SizedCall | None]:
         whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
@@ -174,10 +246,11 @@ class Session:
             )
 
         if answers:
-            return whole, capture()
+            return whole, capture(), None
         tensors, key = flatten_call(whole.args, whole.kwargs)
         kind = Mode(self.model).key(), structure_of(key)
-        return whole, self._sized.captured(self.model, kind, [tuple(t.shape) for t in tensors], capture)
+        shown = [tuple(t.shape) for t in tensors]
+        return whole, *self._sized.captured(self.model, kind, shown, capture)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         return {

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
 from autoshard.runtime.guards import Guards
+from autoshard.runtime.sized_programs import SizedProgram
 from passes.capture import Captured
 from passes.capture.call import CallKey
 from passes.ir.sized_graph import SizedJoint, alike
@@ -66,10 +68,22 @@ class SizeNames:
 class SizedCall:
     """A call captured with symbols. guards: what its graph depends on in the model."""
 
+    kind: Hashable
     names: SizeNames
     captured: Captured
+    symbols: SizeSymbols
     joint: SizedJoint
     guards: Guards
+    programs: list[SizedProgram] = field(default_factory=list)
+
+    def ready(self, shapes: Shapes) -> tuple[int, tuple[int, ...], list[Any]] | None:
+        """(which program is for these shapes, their sizes, what it takes)."""
+        if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
+            return None
+        for place, program in enumerate(self.programs):
+            if (numbers := program.evaluate(values)) is not None:
+                return place, values, numbers
+        return None
 
     def at(self, shapes: Shapes) -> Captured | None:
         values = self.names.values(shapes)
@@ -92,31 +106,43 @@ class SizedCalls:
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
 
-    def captured(self, model: nn.Module, kind: Hashable, shapes: Shapes, capture: CaptureAs) -> Captured:
+    @property
+    def has_programs(self) -> bool:
+        return any(one.programs for known in self._kinds.values() for one in known.sized)
+
+    def of(self, kind: Hashable) -> list[SizedCall]:
+        return self._kinds[kind].sized if kind in self._kinds else []
+
+    def captured(
+        self, model: nn.Module, kind: Hashable, shapes: Shapes, capture: CaptureAs
+    ) -> tuple[Captured, SizedCall | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
         others by what that says of their sizes. kind: what else decides the graph."""
         known = self._kinds.setdefault(kind, _Kind())
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
-                return found
+                return found, one
         if known.first is not None and known.attempts and known.first[1] != shapes:
             known.attempts -= 1
-            if (found := self._with_symbols(model, known, known.first, shapes, capture)) is not None:
+            if (found := self._with_symbols(model, kind, known.first, shapes, capture)) is not None:
+                known.sized.append(found[1])
                 return found
+            if known.attempts and not known.sized:
+                known.attempts -= 1
         found = capture(None)
         if not found.call.checks:
             known.first = found, shapes
-        return found
+        return found, None
 
     def _with_symbols(
         self,
         model: nn.Module,
-        known: _Kind,
+        kind: Hashable,
         first: tuple[Captured, Shapes],
         shapes: Shapes,
         capture: CaptureAs,
-    ) -> Captured | None:
+    ) -> tuple[Captured, SizedCall] | None:
         """Only where it says of a call that was captured what that capture said."""
         before, before_shapes = first
         names = SizeNames.of(before_shapes, shapes)
@@ -128,15 +154,13 @@ class SizedCalls:
             if replace(captured.call, key=before.call.key) != before.call:
                 return None
             joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-            sized = SizedCall(names, captured, joint, Guards(model, captured.reads))
+            sized = SizedCall(kind, names, captured, symbolic.symbols, joint, Guards(model, captured.reads))
             found, there = sized.at(shapes), sized.at(before_shapes)
         except Exception as error:  # whatever code says to a number that is a symbol
             _log.debug("no graph for all sizes: %s", error)
-            known.attempts = 0
             return None
         if there is None:
             before, there = capture(None), found
         if found is None or there is None or not alike(before.joint, there.joint):
             return None
-        known.sized.append(sized)
-        return found
+        return found, sized

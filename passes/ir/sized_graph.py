@@ -71,6 +71,30 @@ class Numbers:
         return evaluation(count, self.holds() if holds is None else holds, self.codes())
 
 
+def take_numbers(graph: fx.Graph) -> list[Any]:
+    """The numbers in symbols among a graph's arguments, which become placeholders behind those that there are."""
+    taken: dict[Any, tuple[Any, fx.Node]] = {}
+    ends = graph.find_nodes(op="placeholder")
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def input_of(argument: Any) -> Any:
+        if not isinstance(argument, SYMBOLIC):
+            return argument
+        key = expression_of(argument)
+        if key not in taken:
+            with graph.inserting_before(first):
+                taken[key] = argument, graph.placeholder(f"number_{len(taken)}")
+        return taken[key][1]
+
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), input_of)
+            if (args, kwargs) != (node.args, node.kwargs):
+                node.args, node.kwargs = args, kwargs
+    assert graph.find_nodes(op="placeholder")[: len(ends)] == ends
+    return [number for number, _ in taken.values()]
+
+
 def filled(argument: Any, numbers: Sequence[Any]) -> Any:
     """`argument` with the numbers in their places."""
     if isinstance(argument, Place):

@@ -1,5 +1,5 @@
-"""Sizes as symbols: numbers of torch's (`torch.SymInt`) that know how they are computed of sizes, and all that was asked
-of them while a graph was made. Private torch APIs are used as in `passes.ir.torch_compat`, and supported as there.
+"""Sizes as symbols: numbers of torch's (`torch.SymInt`) that know how they are computed, and all that was asked of them
+while a graph was made. Private torch APIs are used as in `passes.ir.torch_compat`, and supported as there.
 """
 
 from __future__ import annotations
@@ -124,7 +124,15 @@ def symbols_unwarned() -> Generator[None]:
 def symbolic_sizes() -> Generator[None]:
     """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike
     are the same, and all others differ, whatever they count as. torch gives them no hash, since two that are equal for
-    some sizes are told apart by it: not for a user's code, which may mean something by that."""
+    some sizes are told apart by it: not for a user's code, which may mean something by that.
+
+    Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
+    from torch._dispatch.python import enable_python_dispatcher
+
     hashed = lambda number: hash(number.node.expr)
-    with replaced_attribute(torch.SymInt, "__hash__", hashed), symbols_unwarned():
+    with (
+        replaced_attribute(torch.SymInt, "__hash__", hashed),
+        symbols_unwarned(),
+        enable_python_dispatcher(),
+    ):
         yield
