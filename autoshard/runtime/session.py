@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,11 @@ from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call, places_of
-from autoshard.runtime.module import Built, Copies, Mode, dispatcher_of, same_parameters
+from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
@@ -38,19 +37,16 @@ from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.sharding import check_placed, move_buffers
-from autoshard.runtime.sized_calls import SizedCall, SizedCalls, structure_of
-from autoshard.runtime.sized_programs import PhaseCodeAt, counts_no_rows, sized_program
-from autoshard.runtime.step import Program
+from autoshard.runtime.sized_calls import SizedCall, SizedCalls
+from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import (
     CheckCalls,
     Replicas,
     checked_inputs,
-    kind_text,
     local_call,
     tensor_shapes,
-    turns_of,
 )
 from autoshard.watching.watch import watch_of
 from cost_model.errors import ShardingError
@@ -117,10 +113,10 @@ class Session:
 
         answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
-        collectively(self.mesh, self._check_model, what=what, detail=detail)
         shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
         if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
             return ready
+        collectively(self.mesh, self._check_model, what=what, detail=detail)
         with self.stages("tracing the model", detail):
             whole, captured, sized = collectively(
                 self.mesh,
@@ -149,10 +145,10 @@ class Session:
         self._settle(plan)
         captured = making.cut(plan)
         guards = Guards(self.model, captured.reads)
-        if sized is not None and counts_no_rows(plan):
-            given = sized.captured.joint, sized.symbols, layouts, plan
-            if (program := sized_program(self, *given)) is not None:
-                sized.programs.append(program)
+        may_be_sized = sized is not None and counts_no_rows(plan)
+        if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
+            assert sized is not None
+            self._sized.add_program(self, sized, layouts, plan)
         return self._executable(whole, captured, key, plan, making.ends(plan), programs, guards)
 
     def _executable(
@@ -179,44 +175,16 @@ class Session:
         """What runs a call of other sizes by a program there is; None where some rank has none."""
         if not self._sized.has_programs:
             return None
-        found = self._ready_here(args, kwargs, shapes)
-        agreed = everyones(self.mesh, None if found is None else found[0], what="a program for other sizes")
-        if found is None or any(one != found[0] for one in agreed):
-            return None
-        (number, place, values), numbers, whole, sized = found
-        program = sized.programs[place]
-        shown = [str(key) for key in flatten_call(whole.args, whole.kwargs)[1].tensors]
-        kind = kind_text(self.model, shown, sized.captured.joint, f"program {number}.{place} of {values}")
-        around = Around(turns_of(self.watch, kind), Checks(sized.captured.call))
-        code, ends = PhaseCodeAt(program.code, numbers), program.code.ends(numbers)
-        given = ends.inputs, self.spec, self.mesh.get_rank(), self.observers, around
-
-        def made(backend: str) -> CallProgram:
-            if backend == "eager":
-                return Program(code, *given)
-            with self.stages("compiling the plan", (kind, backend)):
-                alone = collectively(self.mesh, lambda: code.alone(backend), what="compiling a plan")
-            return Program(alone, *given)
-
-        programs = Programs(made, self.settings.backend, at_once=False)
-        self._settle(program.plan)
-        _, key = flatten_call(args, kwargs)
-        return self._executable(whole, sized.captured, key, program.plan, ends, programs, sized.guards)
-
-    def _ready_here(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
-    ) -> tuple[tuple[int, int, tuple[int, ...]], list[Any], GlobalCall, SizedCall] | None:
-        try:
+        whole = None
+        with suppress(ShardingError):  # which a program of its own says on all ranks
             whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
-        except ShardingError:  # which making a program of its own says on all ranks
+        ready = self._sized.ready(self, whole)
+        if ready is None or whole is None:
             return None
-        tensors, key = flatten_call(whole.args, whole.kwargs)
-        kind = Mode(self.model).key(), structure_of(key)
-        for number, sized in enumerate(self._sized.of(kind)):
-            if (found := sized.ready([tuple(t.shape) for t in tensors])) is not None:
-                place, values, numbers = found
-                return (number, place, values), numbers, whole, sized
-        return None
+        self._settle(ready.plan)
+        key = flatten_call(args, kwargs)[1]
+        programs = Programs(ready.made, self.settings.backend, at_once=False)
+        return self._executable(whole, ready.captured, key, ready.plan, ready.ends, programs, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -247,10 +215,7 @@ class Session:
 
         if answers:
             return whole, capture(), None
-        tensors, key = flatten_call(whole.args, whole.kwargs)
-        kind = Mode(self.model).key(), structure_of(key)
-        shown = [tuple(t.shape) for t in tensors]
-        return whole, *self._sized.captured(self.model, kind, shown, capture)
+        return whole, *self._sized.captured(self.model, whole, capture)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         return {

@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
+from autoshard.global_call import GlobalCall
+from autoshard.plan.plan import Plan
+from autoshard.plan.task import CallLayouts
+from autoshard.runtime.call_program import Around, CallProgram, Checks
+from autoshard.runtime.executable import Home
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.sized_programs import SizedProgram
-from passes.capture import Captured
-from passes.capture.call import CallKey
+from autoshard.runtime.leaves import CallEnds
+from autoshard.runtime.module import Mode
+from autoshard.runtime.sized_programs import PhaseCodeAt, SizedProgram, sized_program
+from autoshard.runtime.step import Program
+from autoshard.watching.agreement import collectively, everyones
+from autoshard.watching.check_calls import kind_text, turns_of
+from passes.capture import Captured, flatten_call
 from passes.ir.sized_graph import SizedJoint, alike
 from passes.ir.torch_sizes import SizeSymbols, SymbolicShapes
 
@@ -26,9 +36,11 @@ CaptureAs = Callable[[SymbolicShapes | None], Captured]
 _ATTEMPTS = 3
 
 
-def structure_of(key: CallKey) -> Hashable:
-    """What calls have in common that differ in sizes alone."""
-    return key.tree, tuple((len(t.shape), t.dtype, t.requires_grad, t.placements) for t in key.tensors)
+def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
+    """(what calls have in common that differ in sizes alone, their sizes)."""
+    _, key = flatten_call(whole.args, whole.kwargs)
+    looks = tuple((len(t.shape), t.dtype, t.requires_grad, t.placements) for t in key.tensors)
+    return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
 
 
 @dataclass(frozen=True)
@@ -76,19 +88,70 @@ class SizedCall:
     guards: Guards
     programs: list[SizedProgram] = field(default_factory=list)
 
-    def ready(self, shapes: Shapes) -> tuple[int, tuple[int, ...], list[Any]] | None:
-        """(which program is for these shapes, their sizes, what it takes)."""
+    def ready(self, shapes: Shapes) -> tuple[SizedProgram, tuple[int, ...], list[Any]] | None:
+        """(the program for these shapes, their sizes, what it takes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
-        for place, program in enumerate(self.programs):
+        for program in self.programs:
             if (numbers := program.evaluate(values)) is not None:
-                return place, values, numbers
+                return program, values, numbers
         return None
 
     def at(self, shapes: Shapes) -> Captured | None:
         values = self.names.values(shapes)
         joint = None if values is None else self.joint.at(values)
         return None if joint is None else replace(self.captured, joint=joint)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program for all sizes, for those of one call."""
+
+    home: Home
+    sized: SizedCall
+    program: SizedProgram
+    values: tuple[int, ...]
+    numbers: list[Any]
+    whole: GlobalCall
+
+    @property
+    def name(self) -> tuple[int, tuple[int, ...]]:
+        return self.program.number, self.values
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    @property
+    def captured(self) -> Captured:
+        return self.sized.captured
+
+    @property
+    def guards(self) -> Guards:
+        return self.sized.guards
+
+    @cached_property
+    def ends(self) -> CallEnds:
+        return self.program.code.ends(self.numbers)
+
+    @cached_property
+    def _code(self) -> PhaseCodeAt:
+        return PhaseCodeAt(self.program.code, self.numbers)
+
+    @cached_property
+    def _kind(self) -> str:
+        shown = [str(key) for key in flatten_call(self.whole.args, self.whole.kwargs)[1].tensors]
+        program = f"program {self.program.number} for sizes {self.values}"
+        return kind_text(self.home.model, shown, self.captured.joint, program)
+
+    def made(self, backend: str) -> CallProgram:
+        """Op by op at once; compiled for these sizes alone by another backend, on all ranks together."""
+        home, code = self.home, self._code
+        if backend != "eager":
+            with home.stages("compiling the plan", (self._kind, backend)):
+                code = collectively(home.mesh, lambda: self._code.alone(backend), what="compiling a plan")
+        around = Around(turns_of(home.watch, self._kind), Checks(self.captured.call))
+        return Program(code, self.ends.inputs, home.spec, home.mesh.get_rank(), home.observers, around)
 
 
 @dataclass
@@ -105,19 +168,40 @@ class SizedCalls:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
+        self._programs = 0
 
     @property
     def has_programs(self) -> bool:
-        return any(one.programs for known in self._kinds.values() for one in known.sized)
+        """The same on all ranks."""
+        return self._programs > 0
 
-    def of(self, kind: Hashable) -> list[SizedCall]:
-        return self._kinds[kind].sized if kind in self._kinds else []
+    def add_program(self, home: Home, sized: SizedCall, layouts: CallLayouts, plan: Plan) -> None:
+        """One for calls like that of `plan`, if there can be one. All ranks come here together."""
+        given = self._programs, sized.captured.joint, sized.symbols, layouts, plan
+        if (program := sized_program(home, *given)) is not None:
+            sized.programs.append(program)
+            self._programs += 1
+
+    def ready(self, home: Home, whole: GlobalCall | None) -> Ready | None:
+        """What runs a call by a program there is, if all ranks have that one."""
+        found = None if whole is None else self._ready(home, whole)
+        agreed = everyones(home.mesh, None if found is None else found.name, what="a program for other sizes")
+        return found if found is not None and all(one == found.name for one in agreed) else None
+
+    def _ready(self, home: Home, whole: GlobalCall) -> Ready | None:
+        kind, shapes = _kind_of(home.model, whole)
+        for sized in self._kinds[kind].sized if kind in self._kinds else ():
+            if (found := sized.ready(shapes)) is not None:
+                program, values, numbers = found
+                return Ready(home, sized, program, values, numbers, whole)
+        return None
 
     def captured(
-        self, model: nn.Module, kind: Hashable, shapes: Shapes, capture: CaptureAs
+        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs
     ) -> tuple[Captured, SizedCall | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
-        others by what that says of their sizes. kind: what else decides the graph."""
+        others by what that says of their sizes."""
+        kind, shapes = _kind_of(model, whole)
         known = self._kinds.setdefault(kind, _Kind())
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:

@@ -163,15 +163,17 @@ class PhaseCodeAt(PhaseCode):
 
 @dataclass(frozen=True)
 class SizedProgram:
-    """evaluate: of sizes, what this rank's code takes, or None where something does not hold that some rank asked."""
+    """number: the same on all ranks. evaluate: of sizes, what this rank's code takes, or None where something does not
+    hold that some rank asked."""
 
+    number: int
     plan: Plan
     code: SizedCode
     evaluate: Evaluation
 
 
 def sized_program(
-    home: Home, joint: JointGraph, symbols: SizeSymbols, layouts: CallLayouts, plan: Plan
+    home: Home, number: int, joint: JointGraph, symbols: SizeSymbols, layouts: CallLayouts, plan: Plan
 ) -> SizedProgram | None:
     """The program of a graph in symbols; None where some rank has none. All ranks come here together.
 
@@ -188,4 +190,4 @@ def sized_program(
     if code is None or any(one is None for one in asked):
         return None
     holds = list(dict.fromkeys(itertools.chain.from_iterable(asked)))
-    return SizedProgram(plan, code, evaluation(len(symbols.sizes), holds, code.codes))
+    return SizedProgram(number, plan, code, evaluation(len(symbols.sizes), holds, code.codes))

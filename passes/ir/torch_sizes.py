@@ -129,7 +129,7 @@ def symbolic_sizes() -> Generator[None]:
     Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    hashed = lambda number: hash(number.node.expr)
+    hashed = lambda number: hash(("a size", number.node.expr))  # a plain number's is never its
     with (
         replaced_attribute(torch.SymInt, "__hash__", hashed),
         symbols_unwarned(),

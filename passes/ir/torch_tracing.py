@@ -193,11 +193,8 @@ def fake_tensors(
     seen: Seen | None = None,
     symbols: SizeSymbols | None = None,
 ) -> list[torch.Tensor]:
-    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode. seen: is told of every op of them.
-    symbols: that the shapes have.
-
-    Real tensors met while tracing are allowed and become constants of the graph. Since torch 2.0.
-    """
+    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode, where real tensors become constants.
+    seen: is told of every op of them. symbols: that the shapes have. Since torch 2.0."""
     from torch._subclasses import FakeTensorMode
 
     class Watched(FakeTensorMode):
