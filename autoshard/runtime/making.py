@@ -63,6 +63,8 @@ class Call:
         self.home, self.whole, self.layouts, self._tensors = home, captured, layouts, tensors
         self.kind = kind_of(home.model, captured.joint)
         self._cuts: dict[object, Captured] = {}
+        self.lowered: Sequence[RankProgram] = ()
+        """This rank's programs by the plan of the whole model that was lowered last."""
 
     def cut(self, plan: Plan) -> Captured:
         """The call as the plan runs it: whole, or in pieces. Plans that cut it alike are given one graph."""
@@ -115,7 +117,7 @@ def _whole(call: Call, plan: Plan) -> Made:
     """Every rank runs the whole model."""
     home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
     lower = lambda: lowered_whole(home, cut.joint, plan)
-    ours = collectively(home.mesh, lower, what="lowering a plan")
+    call.lowered = ours = collectively(home.mesh, lower, what="lowering a plan")
     given = _sides(cut.joint, plan), spec, rank
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,6 @@ from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
 from passes.ir.joint import JointGraph
-from passes.ir.torch_sizes import SymbolicShapes
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 from passes.plan.describe import graph_hash
@@ -148,7 +148,7 @@ class Session:
         may_be_sized = sized is not None and counts_no_rows(plan)
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
-            self._sized.add_program(self, sized, layouts, plan)
+            self._sized.add_program(making, sized, plan)
         return self._executable(whole, captured, key, plan, making.ends(plan), programs, guards)
 
     def _executable(
@@ -201,20 +201,11 @@ class Session:
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
-
-        def capture(sizes: SymbolicShapes | None = None) -> Captured:
-            return canonical_capture(
-                self.model,
-                whole.args,
-                whole.kwargs,
-                device=device,
-                forward=forward,
-                answers=answers,
-                sizes=sizes,
-            )
-
+        capture = partial(
+            canonical_capture, self.model, whole.args, whole.kwargs, device=device, forward=forward
+        )
         if answers:
-            return whole, capture(), None
+            return whole, capture(answers=answers), None
         return whole, *self._sized.captured(self.model, whole, capture)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:

@@ -12,11 +12,11 @@ from torch import nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
-from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.executable import Home
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds
+from autoshard.runtime.making import Call
 from autoshard.runtime.module import Mode
 from autoshard.runtime.sized_programs import PhaseCodeAt, SizedProgram, sized_program
 from autoshard.runtime.step import Program
@@ -30,8 +30,8 @@ _log = logging.getLogger("autoshard")
 
 Shapes = Sequence[tuple[int, ...]]
 """Global shapes of a call's tensors."""
-CaptureAs = Callable[[SymbolicShapes | None], Captured]
-"""Captures a call, with its shapes as they are or in symbols."""
+CaptureAs = Callable[..., Captured]
+"""Captures a call. sizes: its shapes in symbols (`canonical_capture`)."""
 
 _ATTEMPTS = 3
 
@@ -175,10 +175,10 @@ class SizedCalls:
         """The same on all ranks."""
         return self._programs > 0
 
-    def add_program(self, home: Home, sized: SizedCall, layouts: CallLayouts, plan: Plan) -> None:
+    def add_program(self, call: Call, sized: SizedCall, plan: Plan) -> None:
         """One for calls like that of `plan`, if there can be one. All ranks come here together."""
-        given = self._programs, sized.captured.joint, sized.symbols, layouts, plan
-        if (program := sized_program(home, *given)) is not None:
+        program = sized_program(call, self._programs, sized.captured.joint, sized.symbols, plan)
+        if program is not None:
             sized.programs.append(program)
             self._programs += 1
 
@@ -214,7 +214,7 @@ class SizedCalls:
                 return found
             if known.attempts and not known.sized:
                 known.attempts -= 1
-        found = capture(None)
+        found = capture()
         if not found.call.checks:
             known.first = found, shapes
         return found, None
@@ -234,7 +234,7 @@ class SizedCalls:
             values = names.values(shapes)
             assert values is not None
             symbolic = names.symbolic(values)
-            captured = capture(symbolic)
+            captured = capture(sizes=symbolic)
             if replace(captured.call, key=before.call.key) != before.call:
                 return None
             joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
@@ -244,7 +244,7 @@ class SizedCalls:
             _log.debug("no graph for all sizes: %s", error)
             return None
         if there is None:
-            before, there = capture(None), found
+            before, there = capture(), found
         if found is None or there is None or not alike(before.joint, there.joint):
             return None
         return found, sized

@@ -10,18 +10,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.task import CallLayouts
-from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.making import ends_of, lowered_whole
+from autoshard.runtime.making import Call, ends_of, lowered_whole
 from autoshard.runtime.step import CompiledBackward, PhaseCode, placeholder_values, slots_of, tangent_values
 from autoshard.watching.agreement import everyones
 from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.joint import JointGraph
-from passes.ir.sized_graph import Looks, Numbers, Place, SizedModule, filled
+from passes.ir.sized_graph import Looks, Numbers, Place, SizedModule, filled, same_nodes
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
@@ -100,6 +98,14 @@ class SizedCode:
         self._graphs = [SizedModule(graph, numbers) for graph in graphs]
         self.codes, self.holds = numbers.codes(), numbers.holds()
 
+    def is_at(self, sizes: Sequence[int], programs: Sequence[RankProgram]) -> bool:
+        """Whether these are what it is at these sizes, node by node."""
+        numbers = evaluation(len(sizes), self.holds, self.codes)(sizes)
+        if numbers is None or len(programs) != 1:
+            return False
+        pairs = zip(_modules(self.graphs(numbers)[0]), _modules(programs[0].phases), strict=True)
+        return all(same_nodes(one.graph, other.graph) for one, other in pairs)
+
     def ends(self, numbers: Sequence[Any]) -> CallEnds:
         shapes = iter(filled(self._shapes, numbers))
         inputs = tuple(replace(side, shape=next(shapes)) for side in self._ends.inputs)
@@ -116,6 +122,10 @@ class SizedCode:
         return replace(self.phases, forward=forward, backward=backward), replace(
             self.backward.graph, module=usual
         )
+
+
+def _modules(phases: Phases) -> list[fx.GraphModule]:
+    return [phases.forward, *([] if phases.backward is None else [phases.backward.module])]
 
 
 class _SizedBackward:
@@ -173,16 +183,18 @@ class SizedProgram:
 
 
 def sized_program(
-    home: Home, number: int, joint: JointGraph, symbols: SizeSymbols, layouts: CallLayouts, plan: Plan
+    call: Call, number: int, joint: JointGraph, symbols: SizeSymbols, plan: Plan
 ) -> SizedProgram | None:
     """The program of a graph in symbols; None where some rank has none. All ranks come here together.
 
-    plan: of the call whose sizes the symbols count as. Its layouts and transfers are those of all sizes for which the
+    call, plan: whose sizes the symbols count as; it has been lowered, and at its sizes this program is the same. Its layouts and transfers are those of all sizes for which the
     same holds: whatever making the program asked of sizes came out alike for them on every rank."""
+    home = call.home
     try:
         with symbolic_sizes():
             (program,) = lowered_whole(home, joint, plan)
-            code = SizedCode(program, ends_of(home.mesh, joint, layouts, plan), symbols)
+            code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan), symbols)
+        code = code if code.is_at(symbols.hints, call.lowered) else None
     except Exception as error:  # a pass that wants numbers
         _log.debug("no program for all sizes: %s", error)
         code = None

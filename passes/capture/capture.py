@@ -30,6 +30,7 @@ from passes.capture.trace import Traced, TracedCall, trace
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.kept_random_state import random_state_kept
+from passes.ir.sized_graph import with_fixed_sizes
 from passes.ir.torch_compat import fake_like, lazy_module
 from passes.ir.torch_sizes import SYMBOLIC, SymbolicShapes, symbols_unwarned
 from passes.ir.torch_tracing import AotEnd
@@ -278,6 +279,7 @@ def capture(
     builder = _Builder(program, traced, tensor_names(key))
     with symbols_unwarned():
         joint = replace(builder.joint(), device=runs_on)
+        joint = joint if sizes is None else with_fixed_sizes(joint)
     written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
     check_shared_memory(model, slots, written, joint.constants.values())
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}

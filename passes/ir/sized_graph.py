@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir.joint import JointGraph
-from passes.ir.torch_compat import lazy_module
+from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.ir.torch_dispatch import copied_node
 from passes.ir.torch_sizes import (
     SYMBOLIC,
@@ -20,6 +20,7 @@ from passes.ir.torch_sizes import (
     evaluation,
     expression_of,
     fakes_of,
+    fixed,
 )
 
 
@@ -116,6 +117,31 @@ class Looks:
         self.fakes = {look: fakes[one] for look, one in found.items()}
 
 
+def with_fixed_sizes(joint: JointGraph) -> JointGraph:
+    """`joint`, in place, with plain numbers for sizes of which tracing has found that the model fixes them."""
+    found: dict[int, Tensor] = {}
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in found:
+            return found.get(id(value), value)
+        sizes, strides = value.shape, value.stride()
+        shape, stride, offset = [*map(fixed, sizes)], [*map(fixed, strides)], fixed(value.storage_offset())
+        kept = zip((*sizes, *strides), (*shape, *stride), strict=True)
+        if all(type(one) is type(other) for one, other in kept):
+            return found.setdefault(id(value), value)
+        with fake_mode_of(value), torch.no_grad():
+            like = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            like = like.as_strided(shape, stride, offset) if type(offset) is not int or offset else like
+        return found.setdefault(id(value), like.requires_grad_(value.requires_grad))
+
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), fixed)
+        if "val" in node.meta:
+            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], value_of)
+    return joint
+
+
 class SizedModule:
     """One graph to be evaluated. numbers: takes those that it holds."""
 
@@ -196,11 +222,12 @@ def alike(one: JointGraph, two: JointGraph) -> bool:
         a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in constants
     ):
         return False
-    nodes = list(one.graph.nodes), list(two.graph.nodes)
-    return (
-        len(nodes[0]) == len(nodes[1])
-        and all(map(_node_text, nodes[0]))
-        and list(map(_node_text, nodes[0])) == list(map(_node_text, nodes[1]))
+    return same_nodes(one.graph, two.graph)
+
+
+def same_nodes(one: fx.Graph, two: fx.Graph) -> bool:
+    return len(one.nodes) == len(two.nodes) and all(
+        _node_text(a) == _node_text(b) for a, b in zip(one.nodes, two.nodes, strict=True)
     )
 
 

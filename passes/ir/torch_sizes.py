@@ -43,7 +43,7 @@ class SizeSymbols:
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-        self.env = ShapeEnv()
+        self.hints, self.env = tuple(hints), ShapeEnv()
         names = [ConstantSource(f"size_{next(_NUMBERS)}") for _ in hints]
         make = self.env.create_symbol
         self._symbols = [
@@ -93,6 +93,17 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
 def expression_of(number: Any) -> Any:
     """How a symbolic number is computed; what is computed alike has equal ones. Since 2.0."""
     return number.node.expr
+
+
+def fixed(number: Any) -> Any:
+    """A plain number where a symbolic one turned out to be always the same. Since 2.0."""
+    value = number.node.expr if isinstance(number, SYMBOLIC) else number
+    return type(number.node.hint)(value) if value is not number and value.is_number else number
+
+
+def counts_as(number: Any) -> Any:
+    """A number, or what a symbolic one counts as: for choices of which each is right for all sizes. Since 2.0."""
+    return number.node.hint if isinstance(number, SYMBOLIC) else number
 
 
 def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
