@@ -187,8 +187,9 @@ def sized_program(
 ) -> SizedProgram | None:
     """The program of a graph in symbols; None where some rank has none. All ranks come here together.
 
-    call, plan: whose sizes the symbols count as; it has been lowered, and at its sizes this program is the same. Its layouts and transfers are those of all sizes for which the
-    same holds: whatever making the program asked of sizes came out alike for them on every rank."""
+    call, plan: whose sizes the symbols count as; it has been lowered, and at its sizes this program is the same. The
+    plan's layouts and transfers are then those of all sizes for which the same holds: whatever making the program asked
+    of sizes comes out alike for them on every rank."""
     home = call.home
     try:
         with symbolic_sizes():

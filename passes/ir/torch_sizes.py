@@ -143,6 +143,7 @@ def symbolic_sizes() -> Generator[None]:
     hashed = lambda number: hash(("a size", number.node.expr))  # a plain number's is never its
     with (
         replaced_attribute(torch.SymInt, "__hash__", hashed),
+        replaced_attribute(torch.SymFloat, "__hash__", hashed),
         symbols_unwarned(),
         enable_python_dispatcher(),
     ):

@@ -92,8 +92,8 @@ def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
 @pytest.mark.parametrize(
     ("make", "batch", "serves", "others"),
     [
-        (Block, words, [(6, 5), (2, 3), (5, 5), (3, 11)], [(1, 4), (4, 1)]),
-        (Experts, rows, [(6, 5), (4, 4), (2, 7)], [(1, 4)]),
+        (Block, words, [(5, 5), (3, 11)], [(1, 4), (4, 1)]),
+        (Experts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (Branch, rows, [(6, 5), (5, 3)], [(4, 5), (2, 5)]),
     ],
 )
