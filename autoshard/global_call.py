@@ -215,12 +215,8 @@ def axes_of_batch(batch: str, mesh: MeshSpec, stages: str | None) -> tuple[str, 
 
 def _of_the_batch(shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
     """Positions of the tensors that, on every rank, have as many rows as that rank's first tensor with dims."""
-    first = next((position for position, shape in enumerate(shapes[0]) if shape), 0)
-    return [
-        position
-        for position, shape in enumerate(shapes[0])
-        if shape and all(one[position][:1] == one[first][:1] for one in shapes)
-    ]
+    ranked = [position for position, shape in enumerate(shapes[0]) if shape]
+    return [one for one in ranked if all(s[one][:1] == s[ranked[0]][:1] for s in shapes)]
 
 
 def joined(
