@@ -245,8 +245,7 @@ def joined(
 
 def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of the global shape for tracing; its values are never read, so it has no storage."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    stand_in = torch.empty(shape, dtype=local.dtype, device="meta")
+    stand_in = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return stand_in.requires_grad_(tensor.requires_grad)
 
 
