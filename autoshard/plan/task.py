@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autoshard.plan.answer import BestSoFar
 from autoshard.plan.families import Again, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
@@ -191,6 +192,7 @@ def search_plans(
                 return Judgement(found.phase_seconds, found.peak.nbytes)
 
             narrowing = task.narrowing if chosen is None else chosen.narrowing(task.narrowing)
+            of_all = chosen is None and number == 0
 
             def search() -> Found:
                 found = find_fastest(
@@ -203,13 +205,16 @@ def search_plans(
                     narrowing=narrowing,
                     judge=judge,
                     start=start.ending_at(task.gap),
+                    hear=lambda one: best.hear(of_program(one), of_all),
                 )
                 return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
 
             if wholes is None or chosen is not None or memory_limit is not None:
                 return search()
             one = WholeTask(task.joint.graph, again, task.mesh, task.boundary, narrowing, number)
-            return wholes.found(one, known, search)
+            found = wholes.found(one, known, search)
+            best.bound = found.lower_bound
+            return found
 
         def offer(whole: Found) -> OfferedStates:
             joining, pinned = prices.joining(whole.joined), _pinned(task)
@@ -244,9 +249,14 @@ def search_plans(
     ways = way(0, task.prices), way(1, task.prices.avoiding(MESSAGES))
     families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
     within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)
+    fits = lambda one: task.memory_limit is None or over(known[id(one.assignment)]) <= 0
+    made = lambda one: plan_of(task, one, known[id(one.assignment)], task.again())
+    best = BestSoFar(known, fits, made, until)
     try:
-        found = within_limit.found(task.memory_limit, until)
+        found = best.or_better(within_limit.found(task.memory_limit, until))
     except (InfeasibleError, OutOfTime) as error:
+        if best.found is not None:
+            return [made(best.found)]
         reason = None if isinstance(error, OutOfTime) or (known and until.left <= 0.0) else error
         with suppress(InfeasibleError, OutOfTime):
             if reason is not None and not known and task.memory_limit is not None:
@@ -258,9 +268,8 @@ def search_plans(
         raise told(reason, asked, known.values(), anyway) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
-    fits = lambda one: task.memory_limit is None or over(known[id(one.assignment)]) <= 0
     kept = (found, *itertools.islice(filter(fits, found.rivals), most - 1))
-    return [plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
+    return [made(one) for one in kept]
 
 
 def _pinned(task: Task) -> list[str] | None:
