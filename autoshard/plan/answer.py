@@ -1,25 +1,28 @@
 """The best plan so far of a search that goes on, and who hears of it.
 
-    search_plans      every program that is judged and fits -> BestSoFar     of one call, whole or in pieces
-                                                              | Deadline.tell
-    Listener          the best of all divisions                               -> on_better(Answer)
-    Deadline.left     none once `on_better` returned False
+search_plans      every program that is judged and fits -> BestSoFar     of one call, whole or in pieces
+                                                          | Deadline.tell
+Listener          the best of all divisions                               -> on_better(Answer)
+Deadline.left     none once `on_better` returned False
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.plan.judged import Judged
+from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.search_with_states import bounded
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
+from passes.ir.joint import JointGraph
+from passes.layout.assignment import Assignment
 from passes.search.find import Found
 from passes.solver.solve import ROUNDING
+from passes.strategies.prices import Prices
 
 
 @dataclass(frozen=True)
@@ -88,34 +91,65 @@ class Listener:
 
 @dataclass
 class BestSoFar:
-    """Of the search of one graph. judged: programs on the timeline, by `id` of their assignments. fits: whether one
-    does. make: the plan of one. deadline: of the search. bound: no plan takes less, as far as is known."""
+    """Of the search of one graph. memory_limit: within which a plan fits; None: any does. beside: bytes that a program
+    needs besides its own. make: the plan of what was found. deadline: of the search. judged: programs on the timeline,
+    by `id` of their assignments. bound: no plan takes less, as far as is known.
 
-    judged: Mapping[int, Judged]
-    fits: Callable[[Found], bool]
-    make: Callable[[Found], Plan]
+    A `cost_model.deadline.Watch` of a search that has only to find a plan."""
+
+    memory_limit: int | None
+    beside: Callable[[Judged], int]
+    make: Callable[[Found, Judged], Plan]
     deadline: Deadline
+    judged: dict[int, Judged] = field(default_factory=dict[int, Judged])
     found: Found | None = None
     bound: float = 0.0
 
+    @property
+    def ended(self) -> bool:
+        return self.found is not None
+
+    def tell(self, answer: Answer) -> None:
+        """`hear` tells the deadline of the search."""
+
+    def judge(self, program: tuple[JointGraph, Assignment, Prices], *, within: bool) -> Judged:
+        """On the timeline. within: with fewer bytes in transfers at once, as many as fit."""
+        one = judged_within(*program, self.over) if within else judged(*program)
+        self.judged[id(one.assignment)] = one
+        return one
+
+    def of(self, found: Found) -> Judged:
+        return self.judged[id(found.assignment)]
+
+    def with_peak(self, found: Found) -> Found:
+        """Of its program."""
+        peak = self.of(found).peak
+        return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
+
+    def over(self, judged: Judged) -> int:
+        """Bytes by which it is over the limit."""
+        return judged.peak.nbytes + self.beside(judged) - (self.memory_limit or 0)
+
+    def fits(self, found: Found) -> bool:
+        return self.memory_limit is None or self.over(self.of(found)) <= 0
+
+    def plan(self, found: Found) -> Plan:
+        return self.make(found, self.of(found))
+
     def hear(self, found: Found, of_all: bool) -> None:
         """of_all: what is proven of it is proven of all plans."""
-        if of_all:
-            self.bound = found.lower_bound
         if not self.fits(found):
             return
-        found = found if of_all else bounded(found, self.bound)
-        if self.found is None or self._seconds(found) <= self._seconds(self.found):
+        found = self.with_peak(found if of_all else bounded(found, self.bound))
+        seconds = self.of(found).seconds
+        if self.found is None or seconds <= self.of(self.found).seconds:
             self.found = found
             proven, nbytes = (found.lower_bound, found.gap), found.peak_nbytes
-            self.deadline.tell(Answer(self._seconds(found), *proven, nbytes, lambda: self.make(found)))
+            self.deadline.tell(Answer(seconds, *proven, nbytes, lambda: self.plan(found)))
 
     def or_better(self, found: Found) -> Found:
         """What the search returned, or what was faster on its way."""
         best = self.found
-        if best is None or self._seconds(best) >= self._seconds(found) * (1.0 - ROUNDING):
+        if best is None or self.of(best).seconds >= self.of(found).seconds * (1.0 - ROUNDING):
             return found
         return bounded(best, found.lower_bound)
-
-    def _seconds(self, found: Found) -> float:
-        return self.judged[id(found.assignment)].seconds

@@ -191,9 +191,7 @@ class _Search:
     def _others(self, best: JudgedChoice, agreed: Agreed) -> tuple[Agreed, ...]:
         others = [one for one in self.judging.known.values() if one is not best]
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
-        return tuple(
-            _rival(one, one.corrected(agreed.overlaps), agreed.lower_bound) for one in others
-        )
+        return tuple(_rival(one, one.corrected(agreed.overlaps), agreed.lower_bound) for one in others)
 
     def _turned(self) -> None:
         patience = 1 if self._is_within(NEARLY * self.gap) else PATIENCE

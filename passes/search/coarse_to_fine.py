@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -65,6 +65,8 @@ def find_fastest(
     Raises InfeasibleError, and OutOfTime where no plan was found.
     """
     search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge, start, hear)
+    if start.together:
+        return search.found(search.coarsest, deadline)
     if search.whole_first:
         try:
             return search.found((), deadline)
