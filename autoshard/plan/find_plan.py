@@ -44,6 +44,7 @@ from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
 from passes.ir.collector import collector_paused
 from passes.ir.kept_random_state import random_state_kept
+from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
 
 ProfileLike = Profile | str | os.PathLike[str] | None
 
@@ -203,10 +204,12 @@ def canonical_capture(
     device: torch.device | None = None,
     forward: Callable[..., Any] | None = None,
     answers: Sequence[torch.Tensor] = (),
+    sizes: SymbolicShapes | None = None,
 ) -> Captured:
     """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
-    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers)
-    return replace(captured, joint=canonicalize(captured.joint))
+    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers, sizes=sizes)
+    with nullcontext() if sizes is None else symbolic_sizes():
+        return replace(captured, joint=canonicalize(captured.joint))
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
