@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
-from autoshard.global_call import GlobalCall, global_call, output_layouts
+from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
@@ -103,8 +103,20 @@ class Session:
         return stages_of(self.mesh.get_rank(), subject)(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The part of a call's arguments that decides its graph."""
-        return flatten_call(args, kwargs)[1]
+        """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
+        sizes of all of them: every rank must get here."""
+        key = flatten_call(args, kwargs)[1]
+        return (key, str(self._shapes(args, kwargs))) if self.settings.batch == "per_rank" else key
+
+    def _global_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> GlobalCall:
+        s = self.settings
+        axes = axes_of_batch(s.batch, self.spec, s.stages)
+        return global_call(args, kwargs, self.spec, s.in_placements, lambda _: shapes, axes)
+
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[tuple[int, ...]]]:
+        return everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a call's inputs")
 
     def build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[torch.Tensor] = ()
@@ -113,7 +125,7 @@ class Session:
 
         answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
-        shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
+        shapes = self._shapes(args, kwargs)
         if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
             return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
@@ -177,7 +189,7 @@ class Session:
             return None
         whole = None
         with suppress(ShardingError):  # which a program of its own says on all ranks
-            whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
+            whole = self._global_call(args, kwargs, shapes)
         ready = self._sized.ready(self, whole)
         if ready is None or whole is None:
             return None
@@ -197,7 +209,7 @@ class Session:
         shapes: list[list[tuple[int, ...]]],
         answers: Sequence[torch.Tensor],
     ) -> tuple[GlobalCall, Captured, SizedCall | None]:
-        whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
+        whole = self._global_call(args, kwargs, shapes)
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
