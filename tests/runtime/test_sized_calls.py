@@ -103,6 +103,8 @@ def parallel_steps(
 
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
+AGAIN = [(8, 6), (4, 9), *[(6, 5)] * 4]
+"""The last is compiled for itself."""
 UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 7)]
 
 
@@ -110,6 +112,7 @@ UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 
     ("name", "world", "sizes", "captures", "programs"),
     [
         ("Counting", 2, EVEN, 2, 1),
+        pytest.param("Counting", 2, AGAIN, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 2, EVEN, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 2, UNEVEN, 6, 5, marks=pytest.mark.slow),
         pytest.param("Attending", 3, UNEVEN, 6, 6, marks=pytest.mark.slow),
@@ -121,7 +124,12 @@ def test_losses_and_gradients_at_every_size(
 ) -> None:
     wanted = steps(made(name), sizes)
     for found, captured, made_programs in ranks.run(
-        parallel_steps, name, (("dp", world),), sizes, {"backend": "eager"}, world=world
+        parallel_steps,
+        name,
+        (("dp", world),),
+        sizes,
+        {"backend": "aot_eager" if sizes == AGAIN else "eager"},
+        world=world,
     ):
         for size, got, alone in zip(sizes, found, wanted, strict=True):
             for one, other in zip(got, alone, strict=True):
