@@ -19,6 +19,9 @@ def layers(width: int = 32) -> nn.Module:
     return nn.Sequential(*(one for _ in range(3) for one in (nn.Linear(width, width), nn.GELU())))
 
 
+SLOW: list[dict[str, Any]] = [{"memory_limit": 0.97}, {"stages": "auto"}]
+
+
 def heard(**options: Any) -> tuple[list[Answer], Plan]:
     """A model whose objective and timeline differ: several answers."""
     answers: list[Answer] = []
@@ -42,7 +45,9 @@ DIVIDED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, *DIVIDED, {"stages": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{}, *DIVIDED[1:], *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+)
 def test_answers_get_better_and_the_last_is_the_plan(
     options: dict[str, Any], whole: tuple[list[Answer], Plan]
 ) -> None:
