@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +30,6 @@ def called(node: object, target: Any, count: int = 2) -> tuple[Any, ...]:
 def shape_of(node: object) -> list[int] | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return list(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def summed(node: object, target: Any = aten.sum.dim_IntList, *, kept: bool = True) -> tuple[Any, list[int]]:
-    """(operand, dims in order) of a reduction over dims that are `kept` or not; (None, []) if it is none."""
-    operand, dims, keeps = called(node, target, 3)
-    shape = shape_of(operand)
-    if shape is None or bool(keeps) is not kept:
-        return None, []
-    return operand, sorted(dim % len(shape) for dim in dims)
-
-
-def others(node: fx.Node, target: Any) -> Iterator[tuple[fx.Node, Any]]:
-    """Readers of `node` that call the commutative `target`, and what each takes beside it."""
-    for user in node.users:
-        first, second = called(user, target)
-        if first is node or second is node:
-            yield user, second if first is node else first
 
 
 def sole_user(node: object, target: Any) -> fx.Node | None:
