@@ -14,6 +14,7 @@ from torch import fx
 from passes.compile.join_linears import OpWriter, drop_unread, shape_of
 from passes.compile.patterns import Bound, Pattern, is_read_elsewhere, matches, op
 from passes.ir.graph_pass import RankPass
+from passes.ir.op_traits import is_cast
 from passes.ir.rank_properties import COLLECTIVES
 
 aten = torch.ops.aten
@@ -31,9 +32,11 @@ HAT = mul(CENTER, DEVIATION)
 SCALED = mul(HAT, WEIGHT)
 NORMS = (add(SCALED, BIAS), SCALED, HAT)
 WEIGHED = mul(TANGENT, WEIGHT) | TANGENT
-ALONG = mul(HAT, total(mul(WEIGHED, HAT), DIMS, True))
+X_AGAIN = Pattern()  # as the backward has it, which may cast it and normalise it once more
+HAT_AGAIN = mul(sub(X_AGAIN, MEAN), DEVIATION)
+ALONG = mul(HAT_AGAIN, total(mul(WEIGHED, HAT_AGAIN), DIMS, True))
 OF_X = mul(div(DEVIATION, COUNT), sub(sub(mul(WEIGHED, COUNT), total(WEIGHED, DIMS, True)), ALONG))
-OF_WEIGHT = total(mul(TANGENT, HAT), LEAD, False)
+OF_WEIGHT = total(mul(TANGENT, HAT_AGAIN), LEAD, False)
 OF_BIAS = total(TANGENT, LEAD, False)
 
 # A logarithm of a softmax, with its gradient; the loss of the ones picked.
@@ -94,15 +97,15 @@ def _join_norms(graph: fx.Graph, emit: OpWriter) -> None:
     for node in graph.nodes:
         for bound in matches(OF_X, node, {}):
             row = WEIGHT not in bound or _is_row(bound[WEIGHT], bound)
-            if row and shape_of(bound[TANGENT]) == shape_of(bound[X]):
-                gradients.setdefault(bound[HAT], bound)
+            if row and shape_of(bound[TANGENT]) == shape_of(bound[X]) and _alike(bound[X], bound[X_AGAIN]):
+                gradients.setdefault(bound[DEVIATION], bound)
     joined: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):  # a sum with the bias before the product in it
         for pattern in NORMS:
             for bound in matches(pattern, node, {}):
                 hat = bound[HAT]
                 free = hat not in joined and _is_norm(bound)
-                if free and _join_norm(graph, emit, node, bound, gradients.get(hat)):
+                if free and _join_norm(graph, emit, node, bound, gradients.get(bound[DEVIATION])):
                     joined.add(hat)
 
 
@@ -128,6 +131,12 @@ def _is_row(node: Any, bound: Bound) -> bool:
     return same and shape_of(node) == shape[len(shape) - len(bound[DIMS]) :]
 
 
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether they are the same, or casts of the same, whatever their strides."""
+    casts = is_cast(one) and is_cast(other) and one.args == other.args
+    return one is other or (casts and one.meta["val"].dtype == other.meta["val"].dtype)
+
+
 def _join_norm(graph: fx.Graph, emit: OpWriter, result: fx.Node, norm: Bound, of_x: Bound | None) -> bool:
     """Whether it was: not if another reads what the kernel does not leave, or reads its moments before they are."""
     x, weight, bias = norm[X], norm.get(WEIGHT), norm.get(BIAS)
@@ -149,7 +158,7 @@ def _join_norm(graph: fx.Graph, emit: OpWriter, result: fx.Node, norm: Bound, of
         wanted = [True, *(weight is not None and end is not None for end in ends[1:])]
         with graph.inserting_before(ends[0]):
             # Of the bias the kernel reads the shape alone, which is the weight's.
-            operands = of_x[TANGENT], x, rows, *kept, weight, weight
+            operands = of_x[TANGENT], of_x[X_AGAIN], rows, *kept, weight, weight
             made = emit(ends[0], aten.native_layer_norm_backward.default, *operands, wanted)
             found = [emit(ends[0], operator.getitem, made, i) if wanted[i] else None for i in range(3)]
         for before, after in zip(ends, found, strict=True):
@@ -163,9 +172,9 @@ def _join_norm(graph: fx.Graph, emit: OpWriter, result: fx.Node, norm: Bound, of
 
 def _of_row(of_x: Bound, norm: Bound) -> tuple[Bound, Bound]:
     """The gradients of weight and bias, where they come after that of x; {} without."""
-    tangent, hat = of_x[TANGENT], norm[HAT]
+    tangent, hat = of_x[TANGENT], of_x[HAT_AGAIN]
     lead = list(range(len(shape_of(hat) or []) - len(norm[DIMS])))
-    known = {TANGENT: tangent, HAT: hat, LEAD: lead}
+    known = {TANGENT: tangent, HAT_AGAIN: hat, LEAD: lead}
 
     def first(pattern: Pattern, nodes: Iterable[fx.Node]) -> Bound:
         later = (node for node in nodes if of_x[OF_X] < node)
