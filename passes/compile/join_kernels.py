@@ -154,13 +154,14 @@ def _join_norm(graph: fx.Graph, emit: OpWriter, result: fx.Node, norm: Bound, of
         new, *kept = (emit(x, operator.getitem, made, i) for i in range(3))
     if of_x is not None:
         weight = of_x.get(WEIGHT)
-        ends = [of_x[OF_X], of_weight.get(OF_WEIGHT), of_bias.get(OF_BIAS)]
+        last = of_x[OF_X]
+        ends = [last, of_weight.get(OF_WEIGHT), of_bias.get(OF_BIAS)]
         wanted = [True, *(weight is not None and end is not None for end in ends[1:])]
-        with graph.inserting_before(ends[0]):
+        with graph.inserting_before(last):
             # Of the bias the kernel reads the shape alone, which is the weight's.
             operands = of_x[TANGENT], of_x[X_AGAIN], rows, *kept, weight, weight
-            made = emit(ends[0], aten.native_layer_norm_backward.default, *operands, wanted)
-            found = [emit(ends[0], operator.getitem, made, i) if wanted[i] else None for i in range(3)]
+            made = emit(last, aten.native_layer_norm_backward.default, *operands, wanted)
+            found = [emit(last, operator.getitem, made, i) if wanted[i] else None for i in range(3)]
         for before, after in zip(ends, found, strict=True):
             if before is not None and after is not None:
                 before.replace_all_uses_with(after)
