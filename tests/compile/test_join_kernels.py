@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture
 from autoshard.plan.task import search_plan
 from cost_model.mesh import MeshSpec
+from passes.compile.join_kernels import JoinKernels
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.lower.rank_program import rank_program
@@ -239,3 +241,25 @@ def test_a_sum_of_exponentials_stays() -> None:
             return (shifted - shifted.exp().sum(-1, keepdim=True).log()).square().sum()
 
     assert check_joined(Other(), torch.randn(4, 6))["_log_softmax"] == 0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_gradient_is_of_the_same_input(same: bool) -> None:
+    """Of another one, normalised by these moments, there is no kernel."""
+
+    def both_ways(x: Tensor, other: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        mean = x.sum([1], True) / 6
+        center = x - mean
+        deviation = torch.rsqrt((center * center).sum([1], True) / 6 + 1e-5)
+        hat = center * deviation
+        again = ((x if same else other) - mean) * deviation
+        along = again * (tangent * again).sum([1], True)
+        gradient = (deviation / 6) * (tangent * 6 - tangent.sum([1], True) - along)
+        return hat, gradient
+
+    values = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
+    module = make_fx(both_ways, tracing_mode="fake")(*values)
+    joined = JoinKernels()(module)
+    joined.recompile()
+    assert ops_of(joined)["native_layer_norm_backward"] == int(same)
+    torch.testing.assert_close(joined(*values), both_ways(*values), rtol=1e-12, atol=1e-12)
