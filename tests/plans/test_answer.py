@@ -25,8 +25,8 @@ SLOW: list[dict[str, Any]] = [{"memory_limit": 0.97}, {"stages": "auto"}]
 def heard(**options: Any) -> tuple[list[Answer], Plan]:
     """A model whose objective and timeline differ: several answers."""
     answers: list[Answer] = []
-    given = {"profile": slow_compute(1.0), "backend": "eager", "on_better": answers.append} | options
-    return answers, find_plan(layers(), MESH, (torch.randn(64, 32),), **given)
+    given: dict[str, Any] = {"profile": slow_compute(1.0), "backend": "eager", "on_better": answers.append}
+    return answers, find_plan(layers(), MESH, (torch.randn(64, 32),), **(given | options))
 
 
 def figures(answers: list[Answer]) -> list[Any]:
