@@ -25,8 +25,8 @@ SLOW: list[dict[str, Any]] = [{"memory_limit": 0.97}, {"stages": "auto"}]
 def heard(**options: Any) -> tuple[list[Answer], Plan]:
     """A model whose objective and timeline differ: several answers."""
     answers: list[Answer] = []
-    given = {"profile": slow_compute(1.0), "backend": "eager", "on_better": answers.append} | options
-    return answers, find_plan(layers(), MESH, (torch.randn(64, 32),), **given)
+    given: dict[str, Any] = {"profile": slow_compute(1.0), "backend": "eager", "on_better": answers.append}
+    return answers, find_plan(layers(), MESH, (torch.randn(64, 32),), **(given | options))
 
 
 def figures(answers: list[Answer]) -> list[Any]:
@@ -97,7 +97,7 @@ def test_what_is_raised_while_hearing_is_raised() -> None:
 def test_without_time_there_is_a_plan_that_is_right(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x = layers().double(), torch.randn(64, 32, dtype=torch.float64)
-    given = {"profile": slow_compute(100.0), "backend": "eager"}
+    given: dict[str, Any] = {"profile": slow_compute(100.0), "backend": "eager"}
     if share := options.get("memory_limit"):
         best = find_plan(model, MESH, (x,), **given)
         options = options | {"memory_limit": int(share * best.peak_memory)}

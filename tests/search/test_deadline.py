@@ -28,8 +28,11 @@ MESH = MeshSpec({"a": 2, "b": 2})
 
 
 def test_without_time_for_any_search_there_is_a_plan_in_which_axes_are_used_together() -> None:
-    x, options = torch.randn(64, 64), {"profile": slow_compute(), "backend": "eager"}
-    plan = find_plan(nn.Linear(64, 64), MESH, (x,), time_limit=1e-9, **options)
+    options: dict[str, Any] = {"profile": slow_compute(), "backend": "eager"}
+    x = torch.randn(64, 64)
+    heard: list[Answer] = []
+    plan = find_plan(nn.Linear(64, 64), MESH, (x,), time_limit=1e-9, on_better=heard.append, **options)
+    assert heard[-1].gap == 1.0 and "optimal" not in heard[-1].words  # nothing is proven of others
     best = find_plan(nn.Linear(64, 64), MESH, (x,), **options)
     assert plan.joined_axes == (("a", "b"),) and plan.status == "feasible"
     assert best.step_time <= plan.step_time * (1.0 + 1e-9)
