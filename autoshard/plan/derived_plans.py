@@ -26,7 +26,7 @@ from cost_model.errors import InfeasibleError
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
-from passes.plan.records import NodeRecord, OperandRecord
+from passes.plan.planned_graph import NodeRecord, OperandRecord
 from passes.search.find import find_assignment
 from passes.search.narrowing import Narrowing
 from passes.stages.cut_costs import CutCosts
@@ -153,7 +153,7 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = prices_as_in(first, task.prices)
-    joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
+    joint = compute_again(task.joint, known_ops(task.joint, first.planned.again))
     try:
         found = find_assignment(
             joint,
@@ -162,7 +162,7 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             memory_limit=task.memory_limit,
             reserve=0 if task.memory_limit is None else first.reserve,
             deadline=search_until(task.joint, Deadline.after(task.time_limit)),
-            narrowing=Narrowing(held=first.assignment),
+            narrowing=Narrowing(held=first.planned.layouts),
         )
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None

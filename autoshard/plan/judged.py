@@ -8,13 +8,12 @@ from functools import partial
 
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.plan.decide import Moved, decide_lowering
-from passes.plan.transfers import LoweringPlan
+from passes.plan.decide import decide
+from passes.plan.planned_graph import Collective, PlannedGraph
 from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.predict.step_in_orders import StepInOrders
-from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
 
 _HALVINGS = 8
@@ -34,13 +33,11 @@ class Spared:
 
 @dataclass(frozen=True)
 class Judged:
-    """prices: that it was lowered by. moved: every transfer's steps with theirs. step: None where it was not put on the
-    timeline. partly: where a limit leaves less to transfers, with the least that is too much."""
+    """prices: that it was planned by. step: None where it was not put on the timeline. partly: where a limit leaves
+    less to transfers, with the least that is too much."""
 
-    assignment: Assignment
+    planned: PlannedGraph
     prices: Prices
-    lowering: LoweringPlan
-    moved: Moved
     step: Prediction | None
     partly: Judged | None = None
 
@@ -73,13 +70,13 @@ class Judged:
         return Spared(self.seconds - self.partly.seconds, over(self.partly))
 
     @property
-    def collectives(self) -> list[Step]:
-        return [step for way in self.moved.values() for step in way.steps if step.kind is not None]
+    def collectives(self) -> tuple[Collective, ...]:
+        return self.planned.collectives
 
 
 def judged(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
     """Lowered by `prices`, and its step under them."""
-    return _judged(joint, assignment, prices, partial(predicted_step, joint, assignment))
+    return _judged(joint, assignment, prices, partial(predicted_step, joint))
 
 
 def judged_within(
@@ -90,7 +87,7 @@ def judged_within(
     over: bytes by which a plan is over the limit. Where even transfers that go one by one hold too much, the one that
     is least over is returned.
     """
-    steps = StepInOrders(joint, assignment)
+    steps = StepInOrders(joint)
     first = _judged(joint, assignment, prices, steps.predicted)
     moved = first.peak.by_kind[KINDS.index("moved")]
     if over(first) <= 0 or moved < _WORTH * first.peak.nbytes:
@@ -115,12 +112,12 @@ def _judged(
     joint: JointGraph,
     assignment: Assignment,
     prices: Prices,
-    predict: Callable[[LoweringPlan, Prices], Prediction],
+    predict: Callable[[PlannedGraph, Prices], Prediction],
 ) -> Judged:
-    lowering, moved = decide_lowering(joint, assignment, prices)
-    return Judged(assignment, prices, lowering, moved, predict(lowering, prices))
+    planned = decide(joint, assignment, prices)
+    return Judged(planned, prices, predict(planned, prices))
 
 
 def lowered(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
     """Lowered by `prices`, and not put on the timeline."""
-    return Judged(assignment, prices, *decide_lowering(joint, assignment, prices), None)
+    return Judged(decide(joint, assignment, prices), prices, None)

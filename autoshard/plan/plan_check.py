@@ -14,8 +14,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
 from passes.layout.layout import Layout
-from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
-from passes.plan.transfers import Turn
+from passes.plan.planned_graph import NodeRecord, OperandRecord, ResultRecord, Turn
 from passes.redistribution.steps import Step
 from passes.redistribution.universe import step_problems
 from passes.stages.pipeline_orders import pipeline_order

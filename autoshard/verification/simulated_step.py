@@ -44,8 +44,8 @@ def rank_programs(joint: JointGraph, plan: Plan) -> list[list[RankProgram]]:
     """Per piece of a batch, or of all of it, every rank's program."""
     mesh, groups = plan.mesh, simulated_groups(plan.mesh)
     return [
-        [rank_program(graph, layouts, lowering, mesh, rank, groups) for rank in range(mesh.device_count)]
-        for graph, layouts, lowering in plan.of_pieces(joint)
+        [rank_program(graph, planned, mesh, rank, groups) for rank in range(mesh.device_count)]
+        for graph, planned in plan.of_pieces(joint)
     ]
 
 
@@ -94,7 +94,7 @@ def _in_lockstep(
     given |= {name: values["tangent", f"tangent {index}"] for index, name in ends.tangents.items()}
     known = [
         {
-            name: held_value(value, stage.assignment[name].results[0], mesh, rank)
+            name: held_value(value, stage.planned.layouts[name].results[0], mesh, rank)
             for name, value in given.items()
         }
         for rank in range(mesh.device_count)
@@ -105,7 +105,7 @@ def _in_lockstep(
 def _layouts(graph: StageGraph, stage: Plan) -> dict[Leaf, Layout]:
     """Layouts of the results that are not passed on."""
     named = StageEnds.of(graph).results
-    layouts = enumerate(result_layouts(graph.joint.results, stage.assignment))
+    layouts = enumerate(result_layouts(graph.joint.results, stage.planned.layouts))
     return {named[place]: layout for place, layout in layouts if layout is not None and place in named}
 
 

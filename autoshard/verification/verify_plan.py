@@ -140,7 +140,7 @@ def verify(
     with runnable(plan):
         shards = _shards(joint, plan, values)
         found = simulated_results(graph, plan, shards)
-        layouts = result_layouts(joint.results, plan.assignment)
+        layouts = result_layouts(joint.results, plan.planned.layouts)
         parts = [[result[place] for result in found] for place in range(len(layouts))]
         held = [None if one is None else (own, one) for own, one in zip(parts, layouts, strict=True)]
         errors = result_errors(joint, held, wanted, floors, plan.mesh)
@@ -164,8 +164,8 @@ def verify(
 def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:
     """The graph of which ranks run parts, on the device where all is compared."""
     bound = _all_bound(joint, here)
-    others = tuple(compute_again(other, plan.lowering.again) for other in bound.others)
-    return compute_again(replace(bound, others=others), plan.lowering.again)
+    others = tuple(compute_again(other, plan.planned.again) for other in bound.others)
+    return compute_again(replace(bound, others=others), plan.planned.again)
 
 
 def _all_bound(joint: JointGraph, here: torch.device) -> JointGraph:
@@ -222,7 +222,7 @@ def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> li
     """Per rank what it holds of every placeholder's global value."""
     return [
         [
-            held_value(value, plan.assignment[node.name].results[0], plan.mesh, rank)
+            held_value(value, plan.planned.layouts[node.name].results[0], plan.mesh, rank)
             for node, value in zip(joint.placeholders, values, strict=True)
         ]
         for rank in range(plan.mesh.device_count)

@@ -11,11 +11,10 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.ir.rewrite import duplicate_module
-from passes.layout.assignment import Assignment
 from passes.lower.partition import order_of
 from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.plan.transfers import LoweringPlan, Transfer
+from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.schedule.later_steps import later_places
 from passes.states.compute_again import compute_again
 
@@ -23,38 +22,35 @@ from passes.states.compute_again import compute_again
 class Orders:
     """Programs of one rank that differ in turns, and in how many transfers are in flight, and in nothing else.
 
-    lowering: of the first. joined: with the kernels that a program has which runs op by op. Others as of
+    planned: the first. joined: with the kernels that a program has which runs op by op. Others as of
     `rank_program`.
     """
 
     def __init__(
         self,
         joint: JointGraph,
-        assignment: Assignment,
-        lowering: LoweringPlan,
+        planned: PlannedGraph,
         mesh: MeshSpec,
         rank: int,
         groups: Mapping[tuple[str, ...], str],
         *,
         joined: bool,
     ) -> None:
-        self._lowering, self._assignment = lowering, assignment
-        self._joint = compute_again(joint, lowering.again)
-        program = rank_program(self._joint, assignment, lowering, mesh, rank, groups)
+        self._planned = planned
+        self._joint = compute_again(joint, planned.again)
+        program = rank_program(self._joint, planned, mesh, rank, groups)
         self._program = program.joined() if joined else program
 
-    def has(self, lowering: LoweringPlan) -> bool:
+    def has(self, planned: PlannedGraph) -> bool:
         """Whether that is the same program in another order: what moves, and in which phase, is the same."""
-        mine = self._lowering
         phases = lambda one: {transfer: turn[0] for transfer, turn in one.turns.items()}
-        return (
-            phases(lowering) == phases(mine) and replace(lowering, turns=mine.turns, ahead=mine.ahead) == mine
-        )
+        content = lambda one: (phases(one), one.steps, one.interiors, one.layouts)
+        return content(planned) == content(self._planned)
 
-    def program(self, lowering: LoweringPlan) -> RankProgram:
-        """In the order of `lowering`, which it `has`."""
-        later = later_places(self._joint, self._assignment, lowering.steps, lowering.turns)
-        ordered = lambda module: self._ordered(module, lowering, later)
+    def program(self, planned: PlannedGraph) -> RankProgram:
+        """In the order of `planned`, which it `has`."""
+        later = later_places(self._joint, planned)
+        ordered = lambda module: self._ordered(module, planned, later)
         backward = self._split.backward
         split = replace(
             self._split,
@@ -68,12 +64,12 @@ class Orders:
         return split_phases(self._program.local.module, self._program.inputs, self._program.outputs)
 
     def _ordered(
-        self, module: fx.GraphModule, lowering: LoweringPlan, later: Mapping[Transfer, tuple[int, ...]]
+        self, module: fx.GraphModule, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
     ) -> fx.GraphModule:
         module = duplicate_module(module)
         for node in module.graph.nodes:
             if "transfer" in node.meta:
                 transfer = self._program.local.transfers[node.meta["transfer"]]
                 kept = {name: value for name, value in node.meta.items() if name not in ("ahead", "later")}
-                node.meta = kept | order_of(transfer, lowering, later)
+                node.meta = kept | order_of(transfer, planned, later)
         return module

@@ -15,7 +15,7 @@ from passes.ir.op_traits import is_cheap, is_collective, is_product
 from passes.ir.properties import HasGraph, Property, described
 from passes.ir.rank_properties import OPS
 from passes.ir.torch_dispatch import input_nodes
-from passes.plan.transfers import Turn
+from passes.plan.planned_graph import Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
 from passes.schedule.transfer_roles import PhaseRoles, ops_that_end

@@ -44,7 +44,7 @@ def test_the_second_time_nothing_is_searched() -> None:
     one, two = Searches(task()), Searches(task())
     first, second = cached_plan(one.task, one), cached_plan(two.task, two)
     assert (one.count, two.count) == (1, 0)
-    assert second == first and second.assignment == first.assignment
+    assert second == first and second.planned.layouts == first.planned.layouts
     assert second.explain("0.weight")  # which may search with other pins
 
 

@@ -140,7 +140,7 @@ def test_a_tampered_plan_is_named() -> None:
     model = two_linear()
     pins = {"up.weight": [Shard(0)], "down.weight": [Shard(1)]}
     plan = find_plan(model, MeshSpec({"x": 3}), (data()[0],), profile=slow_compute(), constraints=pins)
-    assert plan.assignment["contract_1"].results[0].partial
+    assert plan.planned.layouts["contract_1"].results[0].partial
     forged = forgotten_sum(model, plan, (data()[0],), "contract_1", 0)
     report = verify(model, forged, (data()[0],))
     assert not report.ok

@@ -142,7 +142,7 @@ def test_rows_that_are_split_stay() -> None:
     call = CallLayouts({0: layout}, {0: layout})
     with restricted(keep):
         plan = search_plan(Task(captured, slow_compute(), mesh, call, {}, None, "eager", 60.0))
-    program = rank_program(captured.joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh))
+    program = rank_program(captured.joint, plan.planned, mesh, 0, simulated_groups(mesh))
     joined = program.joined()
     assert ops_of(joined.local.module)["native_layer_norm"] == 0
     assert joined.text() == program.text()

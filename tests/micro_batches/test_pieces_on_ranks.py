@@ -55,9 +55,9 @@ def pieces_on_ranks(
             boundary = boundary_of(graph, parameters={}, inputs={}, outputs={})
             by_size[size] = find_assignment(graph, prices, boundary, narrowing=narrowing).assignment
         assignment = by_size[size]
-        lowering = judged(graph, assignment, prices).lowering
+        planned = judged(graph, assignment, prices).planned
         ranks = range(mesh.device_count)
-        programs = [rank_program(graph, assignment, lowering, mesh, r, simulated_groups(mesh)) for r in ranks]
+        programs = [rank_program(graph, planned, mesh, r, simulated_groups(mesh)) for r in ranks]
         found.append([pieces_of(program, graph.pieces).joined() for program in programs])
         first = first or assignment
     assert first is not None

@@ -68,7 +68,7 @@ def test_a_plan_races_once() -> None:
 def test_the_search_gives_plans_that_differ() -> None:
     found = candidates(task(), 3)
     assert found[0].name == BEST
-    assert found[0].plan.assignment == PLAN.assignment
+    assert found[0].plan.planned.layouts == PLAN.planned.layouts
     assert len(found) == 3
     assert min(one.plan.step_time for one in found) >= (1.0 - 1e-3) * found[0].plan.step_time
     texts = {one.plan.to_text(seconds=False) for one in found}

@@ -145,7 +145,7 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
     monkeypatch.setattr(stage_search, "search_plan", noted)
     found = within(limit)
     assert found.peak_memory <= limit
-    assert any(stage.lowering.again for stage in found.stages)
+    assert any(stage.planned.again for stage in found.stages)
     # The first stage, one in the middle that the other is like, and the last.
     first, middle, _ = (task.call for task in told)
     assert middle.inputs[0] == middle.outputs[0] == found.stages[0].outputs[0]

@@ -42,7 +42,7 @@ def phases() -> Phases:
     placed = {"*": [Replicate()]}
     plan = find_plan(model, MESH, (x,), backend="eager", constraints=placed)
     joint = canonical_capture(model, (x,), {}).joint
-    program = rank_program(joint, plan.assignment, plan.lowering, MESH, 0, simulated_groups(MESH))
+    program = rank_program(joint, plan.planned, MESH, 0, simulated_groups(MESH))
     return program.joined().usual()
 
 

@@ -42,7 +42,7 @@ def planned(count: int) -> tuple[JointGraph, Plan]:
 def work_of(joint: JointGraph, plan: Plan, backend: str) -> tuple[StepWork, float, float]:
     """The step's work, and its seconds of computing and of collectives as the timeline has them."""
     prices = prices_of(slow_compute(), MESH, backend)
-    program = rank_program(joint, plan.assignment, plan.lowering, MESH, 0, simulated_groups(MESH)).usual()
+    program = rank_program(joint, plan.planned, MESH, 0, simulated_groups(MESH)).usual()
     work = step_work(program, prices, simulated_group_axes)
     step = predict_phases(program, prices, simulated_group_axes)
     phases = step.phases[:2]

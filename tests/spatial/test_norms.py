@@ -115,9 +115,8 @@ class Simulated:
         with restricted(always_split(layout)):
             self.plan = search_plan(Task(captured, slow_compute(), mesh, call, pins, None, "eager", 60.0))
         self.joint, self.mesh = captured.joint, mesh
-        layouts, lowering = self.plan.assignment, self.plan.lowering
         self.programs = [
-            one_piece(rank_program(self.joint, layouts, lowering, mesh, rank, simulated_groups(mesh)))
+            one_piece(rank_program(self.joint, self.plan.planned, mesh, rank, simulated_groups(mesh)))
             for rank in range(mesh.device_count)
         ]
 
@@ -132,7 +131,7 @@ class Simulated:
         ]
         shards = [
             [
-                held_value(value.detach(), self.plan.assignment[node.name].results[0], self.mesh, rank)
+                held_value(value.detach(), self.plan.planned.layouts[node.name].results[0], self.mesh, rank)
                 for node, value in zip(self.joint.placeholders, values, strict=True)
             ]
             for rank in range(self.mesh.device_count)
@@ -148,7 +147,7 @@ class Simulated:
 
     def _whole(self, position: int, pieces: Sequence[Tensor | None]) -> Tensor:
         given = [i for i, result in enumerate(self.joint.results) if result is not None]
-        layout = self.plan.assignment["output"].operands[given.index(position)]
+        layout = self.plan.planned.layouts["output"].operands[given.index(position)]
         result = self.joint.results[position]
         assert result is not None and not layout.partial
         value = result.meta["val"]
@@ -162,7 +161,9 @@ class Simulated:
 
 def split_sums(plan: Plan) -> int:
     """Sums of which every rank makes a part, as the layouts say."""
-    return sum(bool(layout.partial) for layouts in plan.assignment.values() for layout in layouts.results)
+    return sum(
+        bool(layout.partial) for layouts in plan.planned.layouts.values() for layout in layouts.results
+    )
 
 
 def error(got: Tensor, exact: Tensor) -> float:

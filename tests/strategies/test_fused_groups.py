@@ -123,7 +123,7 @@ def test_the_search_prices_groups_that_a_rank_runs(axes: dict[str, int]) -> None
     plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="inductor")
     joint = canonical_capture(model, inputs, {}).joint
     expected = forms(joint.graph)
-    phases = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh)).usual()
+    phases = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh)).usual()
     assert phases.backward is not None
     run = forms(phases.forward.graph) | forms(phases.backward.module.graph)
     assert len(expected) > 8

@@ -33,7 +33,7 @@ def rank_phases(case: Example, mesh: DeviceMesh, ranks: tuple[int, ...]) -> dict
     groups = groups_for(mesh, axes_in(plan))
     found: dict[str, fx.GraphModule] = {}
     for rank in ranks:
-        ours = rank_program(captured.joint, plan.assignment, plan.lowering, spec, rank, groups)
+        ours = rank_program(captured.joint, plan.planned, spec, rank, groups)
         found[f"rank {rank} forward"] = ours.phases.forward
         if ours.phases.backward is not None:
             found[f"rank {rank} backward"] = ours.backward().module
