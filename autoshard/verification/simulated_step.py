@@ -1,4 +1,4 @@
-"""A whole step on simulated ranks, as it runs: forward and backward apart, collectives merged and ordered."""
+"""A step on simulated ranks, as it runs: forward and backward apart, collectives merged and ordered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.verification.part_errors import Held, held_value, result_errors
 from cost_model.mesh import MeshSpec
@@ -17,27 +17,11 @@ from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.lower.missing_tangents import missing_tangents
 from passes.lower.one_piece import pieces_of
-from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.simulate.lockstep import simulated_groups
-from passes.simulate.lockstep_pieces import StageInLockstep, simulate_pieces, simulate_stages
+from passes.simulate.lockstep_pieces import StageInLockstep, simulate_stages
 from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 from passes.stages.stage_graphs import stage_graphs
-
-
-def simulated_results(
-    joint: JointGraph, plan: Plan, shards: Sequence[Sequence[Tensor]]
-) -> list[list[Tensor | None]]:
-    """Per rank the flat results of `joint`, the graph that `plan` is of, from its shards of the placeholders.
-
-    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
-    """
-    names = [node.name for node in joint.placeholders]
-    return simulate_pieces(_split(joint, plan), names, shards, plan.mesh)
-
-
-def _split(joint: JointGraph, plan: Plan) -> list[list[RankPieces]]:
-    return [[pieces_of(program, joint.pieces) for program in ranks] for ranks in rank_programs(joint, plan)]
 
 
 def rank_programs(joint: JointGraph, plan: Plan) -> list[list[RankProgram]]:
@@ -56,23 +40,24 @@ def usual_tangents(joint: JointGraph, values: Sequence[torch.Tensor]) -> list[to
     return [torch.zeros_like(value) if node in missing else value for node, value in pairs]
 
 
-def stage_errors(
+def step_errors(
     joint: JointGraph,
-    plan: PipelinePlan,
+    plan: Plan,
     values: Sequence[Tensor],
     wanted: Sequence[Tensor | None],
     least: Sequence[float],
 ) -> dict[str, float]:
     """Relative error by result. joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole.
-    wanted: its results. least: per result, the least scale that an error is relative to."""
-    mesh = plan.mesh.resized(plan.axis, 1)
+    wanted: its results. least: per result, the least scale that an error is relative to.
+
+    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
+    """
+    mesh = plan.mesh.resized(plan.axis, 1) if plan.axis else plan.mesh
     known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
-    graphs = stage_graphs(joint, plan.cut)
-    stages = [
-        _in_lockstep(graph, stage, known, mesh) for graph, stage in zip(graphs, plan.stages, strict=True)
-    ]
-    found = simulate_stages(stages, mesh)
-    layouts = [_layouts(graph, stage) for graph, stage in zip(graphs, plan.stages, strict=True)]
+    graphs = stage_graphs(joint, plan.cut) if plan.axis else (StageGraph.only(joint),)
+    stages = list(zip(graphs, plan.stages, strict=True))
+    found = simulate_stages([_in_lockstep(graph, stage, known, mesh) for graph, stage in stages], mesh)
+    layouts = [_layouts(graph, stage) for graph, stage in stages]
     results: list[Held | None] = []
     for spec in joint.outputs:
         leaf = spec.kind, spec.name
@@ -89,17 +74,22 @@ def stage_errors(
 def _in_lockstep(
     graph: StageGraph, stage: Plan, values: Mapping[Leaf, Tensor], mesh: MeshSpec
 ) -> StageInLockstep:
-    ends = StageEnds.of(graph)
+    ends, joint = StageEnds.of(graph), graph.joint
     given = {name: values[leaf] for leaf, name in ends.leaves.items()}
     given |= {name: values["tangent", f"tangent {index}"] for index, name in ends.tangents.items()}
-    known = [
-        {
-            name: held_value(value, stage.planned.layouts[name].results[0], mesh, rank)
-            for name, value in given.items()
-        }
+    pieces = [
+        [pieces_of(program, joint.pieces) for program in ranks] for ranks in rank_programs(joint, stage)
+    ]
+    return StageInLockstep(graph, pieces, held_values(given, stage, mesh))
+
+
+def held_values(given: Mapping[str, Tensor], plan: Plan, mesh: MeshSpec) -> list[dict[str, Tensor]]:
+    """Per rank what it holds of values of placeholders, by name."""
+    layouts = {name: plan.planned.layouts[name].results[0] for name in given}
+    return [
+        {name: held_value(value, layouts[name], mesh, rank) for name, value in given.items()}
         for rank in range(mesh.device_count)
     ]
-    return StageInLockstep(graph, _split(graph.joint, stage), known)
 
 
 def _layouts(graph: StageGraph, stage: Plan) -> dict[Leaf, Layout]:

@@ -1,4 +1,5 @@
-"""A step in pieces of every rank, in lockstep in one process."""
+"""A step in stages and pieces of every rank, in lockstep in one process: one stage is a whole model, one piece a whole
+batch."""
 
 from __future__ import annotations
 
@@ -17,86 +18,6 @@ from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 
 Known = list[dict[str, Tensor]]
 """Per rank its values by name."""
-Ranks = Sequence[RankPieces]
-"""One piece, per rank."""
-
-
-def simulate_pieces(
-    pieces: Sequence[Ranks],
-    names: Sequence[str],
-    inputs: Sequence[Sequence[Tensor]],
-    mesh: MeshSpec,
-) -> list[list[Tensor | None]]:
-    """Per rank the flat results of its step. pieces: of every piece, in order, per rank. names: of the placeholders of
-    a rank's graph; inputs: per rank their values."""
-    first = pieces[0]
-    known: Known = [dict(zip(names, values, strict=True)) for values in inputs]
-    run_before(mesh, first, known)
-    for ranks in pieces:
-        piece_backward(mesh, ranks, known, piece_forward(mesh, ranks, known))
-    run_after(mesh, first, known)
-    return [step_results(parts, values, names) for parts, values in zip(first, known, strict=True)]
-
-
-def run_before(mesh: MeshSpec, ranks: Ranks, known: Known) -> None:
-    taken = [[values[name] for name in parts.taken] for parts, values in zip(ranks, known, strict=True)]
-    _run(mesh, [parts.before for parts in ranks], taken, known, [parts.made for parts in ranks])
-
-
-def run_after(mesh: MeshSpec, ranks: Ranks, known: Known) -> None:
-    read = [[values[name] for name in parts.read] for parts, values in zip(ranks, known, strict=True)]
-    _run(mesh, [parts.after for parts in ranks], read, known, [parts.ended for parts in ranks])
-
-
-def piece_forward(mesh: MeshSpec, ranks: Ranks, known: Known) -> list[list[Any]]:
-    """Adds to `known` what it leaves; returns per rank what its backward takes, less the tangents."""
-    phases = [parts.piece.complete() for parts in ranks]
-    early = [_given(parts, values, late=False) for parts, values in zip(ranks, known, strict=True)]
-    results = simulate([p.forward for p in phases], early, mesh)
-    kept: list[list[Any]] = []
-    for parts, p, own, found, values in zip(ranks, phases, early, results, known, strict=True):
-        count = len(p.outputs)
-        # Sums are made in place, and a later piece's forward may run before this one's backward.
-        copies = [None if value is None else value.clone() for value in found[:count]]
-        leave(parts.left[:count], copies, values)  # type: ignore[arg-type]
-        backward = p.backward
-        saved = [] if backward is None else [found[i] for i in backward.saved]
-        kept.append([*(own[i] for i in (() if backward is None else backward.passed)), *saved])
-    return kept
-
-
-def piece_backward(mesh: MeshSpec, ranks: Ranks, known: Known, kept: Sequence[list[Any]]) -> None:
-    """Adds to `known` what it leaves. kept: as `piece_forward` returned it."""
-    phases = [parts.piece.complete() for parts in ranks]
-    backwards = [one.backward for one in phases if one.backward is not None]
-    if not backwards:
-        return
-    inputs = [
-        [*own, *_given(parts, values, late=True)]
-        for own, parts, values in zip(kept, ranks, known, strict=True)
-    ]
-    gradients = simulate([backward.module for backward in backwards], inputs, mesh)
-    for parts, p, found, values in zip(ranks, phases, gradients, known, strict=True):
-        leave(parts.left[len(p.outputs) :], found, values)  # type: ignore[arg-type]
-
-
-def _given(parts: RankPieces, values: dict[str, Tensor], *, late: bool) -> list[Tensor]:
-    """The inputs of a piece's forward; late: its tangents."""
-    pairs = zip(parts.given, parts.piece.inputs, strict=True)
-    return given_values([one for one, spec in pairs if (spec.kind == "tangent") == late], values)
-
-
-def _run(
-    mesh: MeshSpec,
-    modules: Sequence[fx.GraphModule],
-    inputs: Sequence[Sequence[Any]],
-    known: Known,
-    made: Sequence[Sequence[str]],
-) -> None:
-    results = simulate(modules, inputs, mesh)
-    for values, names, found in zip(known, made, results, strict=True):
-        values.update(zip(names, found, strict=True))
-
 
 Passing = list[list[Tensor]]
 """Per rank what passes between two stages."""
@@ -131,24 +52,44 @@ class _Run:
         self._stage, self._mesh = stage, mesh
         self._ends = StageEnds.of(stage.graph)
         self._known = stage.known
-        self._kept: list[list[object]] = []
-        run_before(mesh, stage.pieces[0], self._known)
+        self._kept: list[list[Any]] = []
+        first = stage.pieces[0]
+        self._run_once([(parts.before, parts.taken, parts.made) for parts in first])
 
     def forward(self, piece: int, received: Passing) -> Passing:
-        for values, own in zip(self._known, received, strict=True):
-            values.update(zip(self._ends.received, own, strict=True))
-        self._kept = piece_forward(self._mesh, self._stage.pieces[piece], self._known)
+        """Keeps per rank what the backward takes, less what comes late."""
+        ranks = self._stage.pieces[piece]
+        self._receive(self._ends.received, received)
+        phases = [parts.piece.complete() for parts in ranks]
+        early = self._given(ranks, late=False)
+        results = simulate([p.forward for p in phases], early, self._mesh)
+        self._kept = []
+        for parts, p, own, found, values in zip(ranks, phases, early, results, self._known, strict=True):
+            count = len(p.outputs)
+            # Sums are made in place, and a later piece's forward may run before this one's backward.
+            copies = [None if value is None else value.clone() for value in found[:count]]
+            leave(parts.left[:count], copies, values)  # type: ignore[arg-type]
+            backward = p.backward
+            saved = [] if backward is None else [found[i] for i in backward.saved]
+            self._kept.append([*(own[i] for i in (() if backward is None else backward.passed)), *saved])
         return self._taken(piece, self._ends.sent)
 
     def backward(self, piece: int, returned: Passing) -> Passing:
-        for values, own in zip(self._known, returned, strict=True):
-            values.update(zip(self._ends.returned, own, strict=True))
-        piece_backward(self._mesh, self._stage.pieces[piece], self._known, self._kept)
+        ranks = self._stage.pieces[piece]
+        self._receive(self._ends.returned, returned)
+        phases = [parts.piece.complete() for parts in ranks]
+        backwards = [one.backward for one in phases if one.backward is not None]
+        if backwards:
+            late = self._given(ranks, late=True)
+            inputs = [[*kept, *own] for kept, own in zip(self._kept, late, strict=True)]
+            gradients = simulate([backward.module for backward in backwards], inputs, self._mesh)
+            for parts, p, found, values in zip(ranks, phases, gradients, self._known, strict=True):
+                leave(parts.left[len(p.outputs) :], found, values)  # type: ignore[arg-type]
         return self._taken(piece, self._ends.given_back)
 
     def finish(self) -> list[Mapping[Leaf, Tensor]]:
         first = self._stage.pieces[0]
-        run_after(self._mesh, first, self._known)
+        self._run_once([(parts.after, parts.read, parts.ended) for parts in first])
         names = [node.name for node in self._stage.graph.joint.placeholders]
         found: list[Mapping[Leaf, Tensor]] = []
         for parts, values in zip(first, self._known, strict=True):
@@ -156,6 +97,27 @@ class _Run:
             named = ((leaf, results[place]) for place, leaf in self._ends.results.items())
             found.append({leaf: value for leaf, value in named if value is not None})
         return found
+
+    def _run_once(self, ranks: Sequence[tuple[fx.GraphModule, Sequence[str], Sequence[str]]]) -> None:
+        """Per rank a program, the names of what it reads, and of what it makes."""
+        read = [[v[name] for name in taken] for v, (_, taken, _) in zip(self._known, ranks, strict=True)]
+        results = simulate([module for module, *_ in ranks], read, self._mesh)
+        for values, (*_, made), found in zip(self._known, ranks, results, strict=True):
+            values.update(zip(made, found, strict=True))
+
+    def _given(self, ranks: Sequence[RankPieces], *, late: bool) -> list[list[Tensor]]:
+        """Per rank the inputs of a piece's forward; late: its tangents."""
+        found: list[list[Tensor]] = []
+        for parts, values in zip(ranks, self._known, strict=True):
+            pairs = zip(parts.given, parts.piece.inputs, strict=True)
+            found.append(
+                given_values([one for one, spec in pairs if (spec.kind == "tangent") == late], values)
+            )
+        return found
+
+    def _receive(self, names: Sequence[str], passing: Passing) -> None:
+        for values, own in zip(self._known, passing, strict=True):
+            values.update(zip(names, own, strict=True))
 
     def _taken(self, piece: int, places: Sequence[int]) -> Passing:
         ranks = zip(self._stage.pieces[piece], self._known, strict=True)

@@ -22,9 +22,9 @@ from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
 from passes.search.narrowing import Narrowing
 from passes.simulate.lockstep import simulated_groups
-from passes.simulate.lockstep_pieces import simulate_pieces
 from passes.simulate.reference import graph_values
 from tests.micro_batches.test_in_pieces import MODELS, model_and_values
+from tests.simulate.one_stage import simulate_pieces
 
 
 class Chosen:
@@ -78,7 +78,7 @@ def compare(
         [shard_of(value, layout, mesh, rank).contiguous() for value, layout in zip(values, held, strict=True)]
         for rank in range(mesh.device_count)
     ]
-    found = simulate_pieces(pieces, [node.name for node in joint.placeholders], inputs, mesh)
+    found = simulate_pieces(joint, pieces, inputs, mesh)
     layouts = iter(first["output"].operands)
     for place, whole in enumerate(wanted):
         layout = None if whole is None else next(layouts)

@@ -24,9 +24,9 @@ from passes.lower.one_piece import one_piece
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
 from passes.simulate.lockstep import simulated_groups
-from passes.simulate.lockstep_pieces import simulate_pieces
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
+from tests.simulate.one_stage import simulate_pieces
 from tests.spatial.restricted import Keep, restricted
 
 SHAPE = (3, 4, 9, 7)
@@ -136,8 +136,7 @@ class Simulated:
             ]
             for rank in range(self.mesh.device_count)
         ]
-        names = [node.name for node in self.joint.placeholders]
-        results = simulate_pieces([self.programs], names, shards, self.mesh)
+        results = simulate_pieces(self.joint, [self.programs], shards, self.mesh)
         return {name: self._whole(i, [r[i] for r in results]) for i, name in enumerate(self._names())}
 
     def _names(self) -> list[str]:
