@@ -26,8 +26,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture, find_plan
 from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for
 from benchmarks.models import family_constraints

@@ -24,8 +24,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import plan_reserve, prices_of
+from autoshard.planning import canonical_capture
 from benchmarks.llama3 import LLAMAS, selective
 from benchmarks.mpt import SIZES
 from benchmarks.published_fsdp import as_fsdp_holds, as_fsdp_moves, as_fsdp_sends, beside, model_of

@@ -12,9 +12,9 @@ from torch import nn
 
 from autoshard.arguments import checked_model
 from autoshard.global_call import as_call
-from autoshard.plan.find_plan import autocast_as, canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
+from autoshard.planning import autocast_as, canonical_capture
 from autoshard.runtime.module import original_forward
 from autoshard.verification.part_errors import Divergence, Watcher
 from autoshard.verification.simulated_step import (

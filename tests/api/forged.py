@@ -9,7 +9,7 @@ from msgspec import structs
 from torch import nn
 
 from autoshard import Plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.plan.decide import chosen_steps
 from passes.plan.planned_graph import Reshard
 from passes.redistribution.redistribute import Redistributor

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from autoshard.plan import plan_cache
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, plan_path
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.profiles import slow_compute

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_words import fallback_lines
+from autoshard.planning import canonical_capture
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.api.forged import forgotten_sum
 from tests.api.programs import data, normed, two_linear

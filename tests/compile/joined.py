@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import RankProgram, rank_program

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork
 from passes.compile import single_kernel

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture
 from autoshard.plan.task import search_plan
+from autoshard.planning import CallLayouts, Task, canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import (
     BEST,
@@ -22,6 +21,7 @@ from autoshard.plan.plan_cache import (
 )
 from autoshard.plan.plan_content import Raced
 from autoshard.plan.task import CallLayouts, Task, search_plan, search_plans
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from tests.models import llama

@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch

@@ -12,11 +12,11 @@ from torch import nn
 
 import autoshard.plan.stage_search as stage_search
 from autoshard import MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.search_with_states import KnownWholes, WholeTask
 from autoshard.plan.stage_tasks import sending, sending_as_received, stage_task
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 from cost_model.deadline import NEVER
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages

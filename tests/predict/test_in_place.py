@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from autoshard import MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.in_place import copied_share, in_place

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from autoshard.reporting.recorder import SeenWhole
 from autoshard.reporting.tracks import held_nbytes, run_peaks
 from passes.lower.phases import Phases

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import rank_program

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_index, tensor_operands
 from passes.layout.assignment import Assignment, NodeLayouts

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from autoshard.plan.families import FAMILIES
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from benchmarks.objective import failures
 from benchmarks.rivals.cases import NETWORKS
 from benchmarks.rivals.changes import changes, choice_of, layers_of

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.lower.interior import in_parts
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import node_values
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import NO_CUTS, ops_of

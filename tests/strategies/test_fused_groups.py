@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
