@@ -18,10 +18,8 @@ from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_node
 from passes.layout.layout import Layout, Span
-from passes.lower.arrivals import Arrival
 from passes.lower.interior import exchange_before, in_parts, interior_of
-from passes.lower.op_on_rank import OpOnRank
-from passes.lower.served import Served
+from passes.lower.op_on_rank import Arrival, OpOnRank, Served
 from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule

@@ -24,7 +24,7 @@ from passes.search.narrowing import Narrowing
 from passes.simulate.lockstep import simulated_groups
 from passes.simulate.reference import graph_values
 from tests.micro_batches.test_in_pieces import MODELS, model_and_values
-from tests.simulate.one_stage import simulate_pieces
+from tests.verification.one_stage import simulate_pieces
 
 
 class Chosen:

@@ -136,7 +136,7 @@ def test_verify_checks_what_runs(ran: dict[str, list[tuple[Tensor, dict[str, str
         checked.append([text(graph) for graph in graphs])
         return simulate(graphs, *rest)
 
-    with mock.patch("passes.simulate.lockstep_pieces.simulate", watched):
+    with mock.patch("autoshard.verification.simulated_step.simulate", watched):
         assert verify(regression(), path, (rows(),)).ok
     _, forward, backward, _ = checked
     for rank, (_, graphs) in enumerate(ran["another"]):

@@ -26,8 +26,8 @@ from passes.rules.core.rule import OpRule
 from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
-from tests.simulate.one_stage import simulate_pieces
 from tests.spatial.restricted import Keep, restricted
+from tests.verification.one_stage import simulate_pieces
 
 SHAPE = (3, 4, 9, 7)
 """Of a batch: samples, channels, rows, columns."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from autoshard.verification.simulated_step import StageRun, simulate_stages
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.lower.piecewise import RankPieces
-from passes.simulate.lockstep_pieces import StageInLockstep, simulate_stages
 from passes.stages.stage_graph import StageGraph
 
 
@@ -23,5 +23,5 @@ def simulate_pieces(
     placeholders."""
     names = [node.name for node in joint.placeholders]
     known = [dict(zip(names, values, strict=True)) for values in inputs]
-    [found] = simulate_stages([StageInLockstep(StageGraph.only(joint), pieces, known)], mesh)
+    [found] = simulate_stages([StageRun(StageGraph.only(joint), pieces, known, mesh)], mesh)
     return [[results.get((end.kind, end.name)) for end in joint.outputs] for results in found]
