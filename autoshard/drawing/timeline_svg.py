@@ -26,8 +26,6 @@ _LEGEND: Mapping[SpanKind, str] = {
     "bubble": "bubble",
 }
 _LEFT, _WIDTH, _ROW, _TOP, _MARGIN = 90.0, 1080.0, 22.0, 66.0, 28.0
-_DIGIT = 6.0
-"""Width of a digit of what is written on a bar, which is where it fits."""
 
 TIMELINE_STYLE = ".piece { font-size: 9px; fill: #ffffff; }"
 
@@ -83,7 +81,8 @@ def _bar(bar: Bar, y: float, seconds: float) -> Iterator[str]:
         f'fill="{bar.colour}" stroke="#ffffff" stroke-width="0.5">'
         f"<title>{escape(bar.words)} {when}</title></rect>"
     )
-    if bar.name and width > _DIGIT * (len(bar.name) + 1):
+    # Width of a digit of what is written on a bar, which is where it fits.
+    if bar.name and width > 6.0 * (len(bar.name) + 1):
         yield f'<text class="piece" x="{x + 3:.2f}" y="{y + 12:.1f}">{bar.name}</text>'
 
 

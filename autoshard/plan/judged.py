@@ -16,11 +16,6 @@ from passes.predict.predict_step import Prediction, predicted_step
 from passes.predict.step_in_orders import StepInOrders
 from passes.strategies.prices import Prices
 
-_HALVINGS = 8
-"""How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it is not."""
-_WORTH = 0.01
-"""Share of the peak that transfers must hold for fewer at once to be tried."""
-
 
 @dataclass(frozen=True)
 class Spared:
@@ -74,9 +69,15 @@ class Judged:
         return self.planned.collectives
 
 
-def judged(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
-    """Lowered by `prices`, and its step under them."""
-    return _judged(joint, assignment, prices, partial(predicted_step, joint))
+def judged(
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    predict: Callable[[PlannedGraph, Prices], Prediction] | None = None,
+) -> Judged:
+    """Planned by `prices`, and its step under them."""
+    planned = decide(joint, assignment, prices)
+    return Judged(planned, prices, (predict or partial(predicted_step, joint))(planned, prices))
 
 
 def judged_within(
@@ -88,16 +89,19 @@ def judged_within(
     is least over is returned.
     """
     steps = StepInOrders(joint)
-    first = _judged(joint, assignment, prices, steps.predicted)
+    first = judged(joint, assignment, prices, steps.predicted)
     moved = first.peak.by_kind[KINDS.index("moved")]
-    if over(first) <= 0 or moved < _WORTH * first.peak.nbytes:
+    # Share of the peak that transfers must hold for fewer at once to be tried.
+    if over(first) <= 0 or moved < 0.01 * first.peak.nbytes:
         return first
-    again = lambda nbytes: _judged(joint, assignment, prices.holding(nbytes), steps.predicted)
+    again = lambda nbytes: judged(joint, assignment, prices.holding(nbytes), steps.predicted)
     alone = again(0)
     if over(alone) > 0:
         return min(first, alone, key=over)
     best, partly = alone, first
-    too_much, fits = 0, _HALVINGS
+    # How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it
+    # is not.
+    too_much, fits = 0, 8
     while fits - too_much > 1:
         middle = (too_much + fits) // 2
         one = again(moved >> middle)
@@ -106,18 +110,3 @@ def judged_within(
         else:
             fits, best = middle, min(best, one, key=lambda each: each.seconds)
     return replace(best, partly=partly)
-
-
-def _judged(
-    joint: JointGraph,
-    assignment: Assignment,
-    prices: Prices,
-    predict: Callable[[PlannedGraph, Prices], Prediction],
-) -> Judged:
-    planned = decide(joint, assignment, prices)
-    return Judged(planned, prices, predict(planned, prices))
-
-
-def lowered(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
-    """Lowered by `prices`, and not put on the timeline."""
-    return Judged(decide(joint, assignment, prices), prices, None)

@@ -20,8 +20,6 @@ from passes.redistribution.universe import step_problems
 from passes.stages.pipeline_orders import pipeline_order
 
 _FIELD = re.compile(r"\{(\d{1,6})\}")
-_MOST_ELEMENTS = 2**50
-_MOST_ACTIONS = 10_000_000
 
 
 def plan_problems(plan: PlanContent) -> Iterator[str]:
@@ -110,7 +108,7 @@ def _fits(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> Iterator[str]
     if len(layout.dims) != len(shape):
         yield f"a layout of {len(layout.dims)} dims for a tensor of {len(shape)}"
         return
-    if math.prod(max(1, length) for length in shape) > _MOST_ELEMENTS:
+    if math.prod(max(1, length) for length in shape) > 2**50:
         yield f"a tensor of shape {tuple(shape)}, which nothing holds"
     unknown = list(_axes(layout.axes, mesh))
     yield from unknown
@@ -196,7 +194,7 @@ def pipeline_problems(
         return
     if len(cut) != count - 1:
         yield f"it is cut at {len(cut)} places into {count} stages"
-    if count * micro_batches > _MOST_ACTIONS:
+    if count * micro_batches > 10_000_000:
         yield f"{micro_batches} micro-batches on {count} stages, which nothing runs"
         return
     try:

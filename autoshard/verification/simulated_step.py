@@ -1,4 +1,4 @@
-"""A step on simulated ranks, as it runs, in stages and pieces: forward and backward apart, collectives merged and ordered.
+"""A step on simulated ranks, as it runs: in stages and pieces, forward and backward apart, collectives in order.
 
 One stage is a whole model, one piece a whole batch.
 """
