@@ -45,7 +45,9 @@ def decide(joint: JointGraph, assignment: Assignment, prices: Prices) -> Planned
     ways = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
     order = bucketed_order(joint, assignment, prices, ways)
     interiors = find_interiors(joint, assignment, prices, ways)
-    return PlannedGraph(_Writer(joint, assignment, prices, ways, order, interiors).nodes())
+    planned = PlannedGraph(_Writer(joint, assignment, prices, ways, order, interiors).nodes())
+    vars(planned)["layouts"] = assignment  # as it reads them: a search knows what it judged by the object
+    return planned
 
 
 def chosen_steps(
