@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.plan.judged import Judged, judged, judged_within
+from autoshard.plan.judged import Judged, Spared, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.search_with_states import bounded
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
+from cost_model.memory import format_seconds
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.search.find import Found
@@ -42,6 +43,10 @@ class Answer:
     @staticmethod
     def of(plan: Plan) -> Answer:
         return Answer(plan.step_time, plan.lower_bound, plan.gap, plan.peak_memory, lambda: plan)
+
+    @property
+    def words(self) -> str:
+        return f"best so far {format_seconds(self.step_time)}, within {self.gap:.1%} of optimal"
 
     @cached_property
     def _made(self) -> Plan:
@@ -128,6 +133,9 @@ class BestSoFar:
     def over(self, judged: Judged) -> int:
         """Bytes by which it is over the limit."""
         return judged.peak.nbytes + self.beside(judged) - (self.memory_limit or 0)
+
+    def spared(self, found: Found) -> Spared:
+        return self.of(found).spared(self.over)
 
     def fits(self, found: Found) -> bool:
         return self.memory_limit is None or self.over(self.of(found)) <= 0

@@ -24,7 +24,7 @@ from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.planning import canonical_capture, named_parameters
-from autoshard.progress import stages_of
+from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
@@ -93,7 +93,7 @@ class Session:
         owner = None if dispatcher is None else getattr(dispatcher.build, "__self__", None)
         return owner if isinstance(owner, Session) else None
 
-    def stages(self, stage: str, call: object) -> AbstractContextManager[None]:
+    def stages(self, stage: str, call: object) -> AbstractContextManager[Say]:
         """call: what tells its kind, shapes included, from others."""
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
         # A stage takes as long again only where all is the same: the backend, the mesh and the shapes above all.
@@ -141,8 +141,8 @@ class Session:
         )
         fingerprint = self._fingerprint(captured.joint, whole)
         agree(self.mesh, fingerprint)
-        planner = Planner(self.mesh, self.spec, self._with_optimizer())
-        with self.stages("finding a plan", fingerprint):
+        with self.stages("finding a plan", fingerprint) as say:
+            planner = Planner(self.mesh, self.spec, self._with_optimizer(), say)
             refined = planner.refined(captured, layouts) if self.plan is None else None
             found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
