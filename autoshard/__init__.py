@@ -9,8 +9,8 @@ from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
 from autoshard.data.scatter import gather, scatter, weighted_mean
 from autoshard.plan.answer import Answer
-from autoshard.plan.find_plan import find_plan
 from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.planning import find_plan
 from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
 from autoshard.spatial import halo_exchange

@@ -22,10 +22,10 @@ from autoshard.arguments import (
 )
 from autoshard.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
-from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
+from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+_log = logging.getLogger("autoshard")
 
 
 def cache_folder() -> Path:
@@ -32,6 +35,16 @@ def write_whole(path: Path, text: str) -> None:
             with suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+def keep_file(path: Path, text: str, what: str) -> bool:
+    """Whether it was written. Where not, `what` is a warning: a cache that cannot be written is no reason to fail."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        _log.warning("%s: %s", what, error)
+        return False
+    return True
 
 
 @cache

@@ -219,7 +219,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from autoshard.plan.find_plan import find_plan
+    from autoshard.planning import find_plan
 
     model, example_inputs = load_model(arguments.model)
     mesh = MeshSpec(arguments.mesh, device_type=arguments.device)

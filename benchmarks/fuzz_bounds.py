@@ -211,7 +211,7 @@ class _Case:
         others: list[tuple[str, Any]] = [("another search", one.assignment) for one in self.wholes]
         others += [
             (f"changed: {one}", one.assignment)
-            for one in changes(task.joint, space, plan.assignment, drawings // 2)
+            for one in changes(task.joint, space, plan.planned.layouts, drawings // 2)
         ]
         others += [("drawn", space.assignment(choice)) for choice in _drawn(space, self.generator, drawings)]
         nearest, how = plan.cost, "the plan"

@@ -77,7 +77,7 @@ class Setting:
         autoshard(model, self.mesh, self.call, profile=self.profile, time_limit=SEARCH_SECONDS, **options)
         plan = model.autoshard_plan
         said = (
-            f"{len(plan.lowering.again)} ops again, predicted peak {format_bytes(plan.peak_memory)}, "
+            f"{len(plan.planned.again)} ops again, predicted peak {format_bytes(plan.peak_memory)}, "
             f"step {1e3 * plan.step_time:.1f} ms"
         )
         return Trainer(model, model, self.call), said

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard import Plan, autoshard
 from autoshard.demo import GPT, GPTConfig, batches
 from autoshard.global_call import global_call, output_layouts
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from autoshard.profiling.startup import startup_profile
 from autoshard.refine.time_work import time_work
 from autoshard.refine.timed_cases import TimedCandidate, cases_of

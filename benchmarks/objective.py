@@ -28,8 +28,8 @@ import torch
 from autoshard import InfeasibleError, MeshSpec, Profile
 from autoshard.cli import parse_mesh
 from autoshard.global_call import output_layouts
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 from benchmarks.rivals.cases import NETWORKS
 from benchmarks.rivals.drawn import drawn
 from benchmarks.rivals.rivals import GROUPS, Contest, Rival, contest

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture, find_plan
 from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for
 from benchmarks.models import family_constraints
@@ -34,8 +35,8 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.compile.compile_graph import compile_graph
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
-from passes.plan.decide import decide_lowering
-from passes.plan.transfers import LoweringPlan
+from passes.plan.decide import decide
+from passes.plan.planned_graph import PlannedGraph, Transfer, Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import issue_order
 from passes.schedule.overlap import Overlap
@@ -79,12 +80,12 @@ def compare(arguments: argparse.Namespace) -> None:
     plan = find_plan(model, spec, inputs, profile=slow, constraints=pins, backend="eager", **placements)
     joint = canonical_capture(model, inputs, {}).joint
     # The layouts are those of slow kernels, the rest is decided for this machine.
-    merged, _ = decide_lowering(joint, plan.assignment, prices_of(profile, spec, "eager"))
-    plain = replace(merged, turns=issue_order(joint, plan.assignment).turns, ahead={})
+    merged = decide(joint, plan.planned.layouts, prices_of(profile, spec, "eager"))
+    plain = _in_turns(merged, issue_order(joint, plan.planned.layouts).turns)
     groups = groups_for(mesh, [spec.names])
 
-    def way(lowering: LoweringPlan, schedule: Schedule) -> Way:
-        return Way(rank_program(joint, plan.assignment, lowering, spec, rank, groups, schedule=schedule))
+    def way(planned: PlannedGraph, schedule: Schedule) -> Way:
+        return Way(rank_program(joint, planned, spec, rank, groups, schedule=schedule))
 
     ways = {
         "wait at once": way(plain, wait_at_once),
@@ -102,6 +103,22 @@ def compare(arguments: argparse.Namespace) -> None:
                 times[name].append(time.perf_counter() - started)
     if rank == 0:
         report(arguments, model, times, ways)
+
+
+def _in_turns(planned: PlannedGraph, turns: Mapping[Transfer, Turn]) -> PlannedGraph:
+    """With its transfers in these turns, and none in flight ahead of them."""
+    return PlannedGraph(
+        tuple(
+            structs.replace(
+                node,
+                operands=tuple(
+                    structs.replace(read, turn=turns.get((node.name, i)), ahead=None)
+                    for i, read in enumerate(node.operands)
+                ),
+            )
+            for node in planned.nodes
+        )
+    )
 
 
 def slow_compute(profile: Profile, factor: float = 100.0) -> Profile:

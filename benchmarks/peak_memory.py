@@ -118,7 +118,7 @@ def _measured(workload: Workload, mesh: DeviceMesh, backend: str, limit: int | N
     assert peak is not None and peak.predicted is not None and isinstance(plan, autoshard.Plan)
     ratio = f"{peak.predicted / peak.measured:.3f}"
     sizes = [format_bytes(peak.predicted), format_bytes(peak.measured)]
-    return [*sizes, ratio, str(len(plan.lowering.again)), f"{seconds:.0f}"], plan.peak_memory
+    return [*sizes, ratio, str(len(plan.planned.again)), f"{seconds:.0f}"], plan.peak_memory
 
 
 if __name__ == "__main__":

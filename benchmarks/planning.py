@@ -39,8 +39,8 @@ from cost_model.memory import parse_bytes
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.lower.rank_program import rank_program
-from passes.plan.decide import decide_lowering
-from passes.plan.describe import describe, graph_hash
+from passes.plan.decide import decide
+from passes.plan.describe import graph_hash
 from passes.predict.predict_step import predicted_step
 from passes.search.agree import first_overlaps
 from passes.search.graph_ends import boundary_of
@@ -48,7 +48,7 @@ from passes.search.overlapped import solve_overlapped
 from passes.search.strategy_space import build_space
 from passes.simulate.lockstep import simulated_groups
 
-STAGES = ("capture", "canonicalize", "space", "search", "decide", "describe", "predict", "rank program")
+STAGES = ("capture", "canonicalize", "space", "search", "decide", "hash", "predict", "rank program")
 SWEEP: Sequence[Sequence[str]] = (
     ("--layers", "4"),
     ("--layers", "8"),
@@ -132,14 +132,13 @@ def _by_stage(arguments: argparse.Namespace) -> Run:
         found = solve_overlapped(space.problem, kinds, time_limit=arguments.time_limit)
         assignment = space.assignment(found.choice)
     with run.stage("decide"):
-        lowering, moved = decide_lowering(joint, assignment, prices)
-    with run.stage("describe"):
-        describe(joint, assignment, lowering, moved, prices)
+        planned = decide(joint, assignment, prices)
+    with run.stage("hash"):
         graph_hash(joint)
     with run.stage("predict"):
-        predicted = predicted_step(joint, assignment, lowering, prices)
+        predicted = predicted_step(joint, planned, prices)
     with run.stage("rank program"):
-        phases = rank_program(joint, assignment, lowering, mesh, 0, simulated_groups(mesh)).usual()
+        phases = rank_program(joint, planned, mesh, 0, simulated_groups(mesh)).usual()
     peak, _ = space.problem.peak(found.choice)
     backward = 0 if phases.backward is None else len(phases.backward.module.graph.nodes)
     run.facts = {

@@ -24,8 +24,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import plan_reserve, prices_of
+from autoshard.planning import canonical_capture
 from benchmarks.llama3 import LLAMAS, selective
 from benchmarks.mpt import SIZES
 from benchmarks.published_fsdp import as_fsdp_holds, as_fsdp_moves, as_fsdp_sends, beside, model_of
@@ -35,7 +35,7 @@ from cost_model.memory import parse_bytes
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import cut_batch
-from passes.plan.decide import decide_lowering
+from passes.plan.decide import decide
 from passes.predict.predict_step import predicted_step
 from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
@@ -98,13 +98,12 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> ByHand:
     inputs = {0: batch, 1: batch} if row.accumulation == 1 else {}
     found = find_assignment(joint, prices, boundary_of(joint, parameters=pins, inputs=inputs, outputs={}))
     assignment = as_fsdp_moves(joint, found.assignment)
-    lowering, moved = decide_lowering(joint, assignment, prices)
-    prediction = predicted_step(joint, assignment, lowering, prices)
+    planned = decide(joint, assignment, prices)
+    prediction = predicted_step(joint, planned, prices)
     extra = sum(beside(row, layers or depth(row), prices.compute).values())
     sends = as_fsdp_sends(row, layers or depth(row), prediction, prices)
-    steps = [step for way in moved.values() for step in way.steps if step.kind is not None]
     assert prediction.memory is not None
-    nbytes = as_fsdp_holds(prediction.memory, row.accumulation) + plan_reserve(mesh, steps)
+    nbytes = as_fsdp_holds(prediction.memory, row.accumulation) + plan_reserve(mesh, planned.collectives)
     return ByHand(prediction.seconds, row.accumulation * (extra + sends), nbytes)
 
 
@@ -146,7 +145,7 @@ def chosen(row: Row, profile: Profile, seconds: float) -> str:
         return f"not found in {seconds:.0f} s" if late else f"does not fit: {str(error).splitlines()[0]}"
     rate = row.tokens * row.accumulation / plan.step_time
     peak = (plan.peak_memory + plan.reserve) / 1e9
-    return f"{rate:,.0f}; {peak:.0f} GB, {len(plan.lowering.again)} ops again, gap {plan.gap:.0%}"
+    return f"{rate:,.0f}; {peak:.0f} GB, {len(plan.planned.again)} ops again, gap {plan.gap:.0%}"
 
 
 def lines(rows: Sequence[Row], seconds: float | None, layers: Sequence[int]) -> Iterator[tuple[str, float]]:

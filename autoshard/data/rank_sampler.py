@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.data import Sampler
 
 from autoshard.global_call import as_call, leaf_names, matched_placements, placement_leaves
-from autoshard.plan.find_plan import mesh_spec
+from autoshard.planning import mesh_spec
 from cost_model.checked_arguments import checked_count, reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec

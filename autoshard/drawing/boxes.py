@@ -16,7 +16,6 @@ CHAR_WIDTH = 6.7  # of the 11 px monospace font that the lines are set in
 LINE_HEIGHT = 16.0
 PADDING = 9.0
 MOST_CHARS = 58
-MOST_LINES = 9  # of one kind
 MOST_TOOLTIP = 40
 
 LineKind = Literal["title", "chip", "param", "ops", "result"]
@@ -144,7 +143,7 @@ def _results(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[str]:
     return [layout for layout in dict.fromkeys(leaving) if layout]
 
 
-def _few(lines: list[Line], most: int = MOST_LINES) -> list[Line]:
+def _few(lines: list[Line], most: int = 9) -> list[Line]:
     if len(lines) <= most:
         return lines
     return [*lines[: most - 1], Line("ops", f"… and {len(lines) - most + 1} more")]

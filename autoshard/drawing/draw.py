@@ -17,7 +17,9 @@ import networkx as nx
 from autoshard.drawing.svg import WHITE, svg_page, svg_text
 from autoshard.drawing.timeline_svg import (
     TIMELINE_STYLE,
-    timeline_height,
+    Rows,
+    rows_height,
+    rows_parts,
     timeline_parts,
     timeline_width,
     trace_json,
@@ -100,7 +102,7 @@ def _graphml_text(graph: nx.DiGraph) -> str:
 
 
 def _pipeline_svg(title: str, timeline: PipelineTimeline, stages: Sequence[nx.DiGraph]) -> str:
-    width, top = timeline_width(), timeline_height(timeline) + _BETWEEN_STAGES
+    width, top = timeline_width(), rows_height(len(timeline.order.ranks)) + _BETWEEN_STAGES
     parts = [WHITE, *timeline_parts(title, timeline)]
     for number, graph in enumerate(stages):
         picture = svg_text(graph)
@@ -128,8 +130,14 @@ def two_timelines_svg(*titled: tuple[str, PipelineTimeline]) -> str:
     for title, timeline in titled:
         body = "\n".join(timeline_parts(title, timeline))
         parts.append(f'<g transform="translate(0 {top:.0f})">{body}</g>')
-        top += timeline_height(timeline) + _BETWEEN_TIMELINES
+        top += rows_height(len(timeline.order.ranks)) + _BETWEEN_TIMELINES
     return svg_page(timeline_width(), top, parts, style=_TIMELINES)
+
+
+def rows_svg(rows: Rows, seconds: float, legend: Mapping[str, str]) -> str:
+    """As of `rows_parts`."""
+    parts = [WHITE, *rows_parts(rows, seconds, legend)]
+    return svg_page(timeline_width(), rows_height(len(rows)), parts, style=_TIMELINES)
 
 
 FILL = {"forward": "#f5f9ff", "backward": "#fffaf2"}

@@ -12,9 +12,6 @@ from scipy.sparse import coo_array
 
 from autoshard.drawing.drawn_groups import Group
 
-PAIR_WEIGHT = 4.0  # a module's forward and backward in one row, against the length of one edge
-SAVED_WEIGHT = 0.2  # a forward value in the row of the backward op that reads it
-
 
 @dataclass
 class _Program:
@@ -56,9 +53,11 @@ def assign_rows(groups: Sequence[Group], edges: Sequence[tuple[int, int]]) -> li
             program.cost[upper] -= 1.0
             program.cost[lower] += 1.0
         else:
-            _pull_together(program, source, target, SAVED_WEIGHT)
+            # a forward value in the row of the backward op that reads it
+            _pull_together(program, source, target, 0.2)
     for forward, backward in _pairs(groups):
-        _pull_together(program, forward, backward, PAIR_WEIGHT)
+        # a module's forward and backward in one row, against the length of one edge
+        _pull_together(program, forward, backward, 4.0)
     rows = [round(value) for value in program.solve()[: len(groups)]]
     top = min(rows, default=0)
     return [row - top for row in rows]
@@ -88,8 +87,6 @@ def _pairs(groups: Sequence[Group]) -> list[tuple[int, int]]:
 
 GAP = 18.0
 LANE_WIDTH = 6.0
-ORDER_SWEEPS = 6
-PLACE_SWEEPS = 24
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ def _neighbours(
 
 def _order(cells: list[list[int]], neighbours: tuple[dict[int, list[int]], dict[int, list[int]]]) -> None:
     """Sort each row by the mean place of its neighbours in the row before; down, then up, a few times."""
-    for sweep in range(ORDER_SWEEPS):
+    for sweep in range(6):
         near = neighbours[sweep % 2]
         row_order = cells if sweep % 2 == 0 else cells[::-1]
         place: dict[int, float] = {}
@@ -189,7 +186,7 @@ def _centres(
     links = {
         cell: [(n, _weight(wide[cell], wide[n])) for side in neighbours for n in side[cell]] for cell in wide
     }
-    for sweep in range(PLACE_SWEEPS):
+    for sweep in range(24):
         for row in cells if sweep % 2 == 0 else reversed(cells):
             weights = [sum(weight for _, weight in links[cell]) or 0.1 for cell in row]
             wanted = [

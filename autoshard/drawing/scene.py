@@ -13,8 +13,6 @@ from autoshard.drawing.drawn_groups import Grouping, fold_repeats, group_by_modu
 from autoshard.drawing.placing import Column, assign_rows, place_column
 from autoshard.plan.plan_graph import Total, collectives, totals
 
-CURVE_HEIGHT = 40.0
-"""Pixels that a drawing's header is higher where there is a curve."""
 _WIDTH, _TALL = 260.0, 30.0
 
 
@@ -120,7 +118,8 @@ def make_scene(graph: nx.DiGraph) -> Scene:
     op_seconds = float(sum(data["seconds"] for _, data in graph.nodes(data=True)))
     boxes = [make_box(folded, grouping, group, op_seconds) for group in grouping.groups]
     memory = curve_of(graph)
-    header = HEADER if memory is None else HEADER + CURVE_HEIGHT
+    # Pixels that a drawing's header is higher where there is a curve.
+    header = HEADER if memory is None else HEADER + 40.0
     tops, bottom = _row_tops(boxes, rows, header)
 
     placed: dict[int, PlacedBox] = {}

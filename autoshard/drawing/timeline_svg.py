@@ -26,18 +26,64 @@ _LEGEND: Mapping[SpanKind, str] = {
     "bubble": "bubble",
 }
 _LEFT, _WIDTH, _ROW, _TOP, _MARGIN = 90.0, 1080.0, 22.0, 66.0, 28.0
-_DIGIT = 6.0
-"""Width of a digit of a piece's number, which is written where it fits."""
 
 TIMELINE_STYLE = ".piece { font-size: 9px; fill: #ffffff; }"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Of a row on a time axis, second `start` to `end`. words: said of it; name: written on it; kind: its class."""
+
+    start: float
+    end: float
+    colour: str
+    words: str
+    name: str = ""
+    kind: str = ""
+
+
+Rows = Sequence[tuple[str, Sequence[Bar]]]
+"""What is written in front of a row, and its bars."""
 
 
 def timeline_width() -> float:
     return _LEFT + _WIDTH + _MARGIN
 
 
-def timeline_height(timeline: PipelineTimeline) -> float:
-    return _TOP + _ROW * len(timeline.order.ranks) + 30.0
+def rows_height(count: int) -> float:
+    """Of so many rows below a legend, with their axis."""
+    return _TOP + _ROW * count + 30.0
+
+
+def rows_parts(rows: Rows, seconds: float, legend: Mapping[str, str], left: float = _LEFT) -> Iterator[str]:
+    """What of an SVG picture shows rows on one axis. seconds: its length. legend: words -> colour, from `left` on."""
+    for words, colour in legend.items():
+        yield f'<rect x="{left:.0f}" y="34" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{left + 16:.0f}" y="44">{escape(words)}</text>'
+        left += 34.0 + 7.0 * len(words)
+    for number, (name, bars) in enumerate(rows):
+        y = _TOP + number * _ROW
+        yield f'<text x="{_MARGIN:.0f}" y="{y + 14:.0f}">{name}</text>'
+        for bar in bars:
+            yield from _bar(bar, y, seconds or 1.0)
+    y = _TOP + _ROW * len(rows)
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x = _LEFT + _WIDTH * share
+        said = format_seconds(share * seconds)
+        yield f'<text x="{x:.1f}" y="{y + 14:.0f}" text-anchor="middle">{said}</text>'
+
+
+def _bar(bar: Bar, y: float, seconds: float) -> Iterator[str]:
+    x, width = _LEFT + _WIDTH * bar.start / seconds, _WIDTH * (bar.end - bar.start) / seconds
+    when = f"{format_seconds(bar.start)} to {format_seconds(bar.end)}"
+    yield (
+        f'<rect class="span {bar.kind}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{_ROW - 4:.0f}" '
+        f'fill="{bar.colour}" stroke="#ffffff" stroke-width="0.5">'
+        f"<title>{escape(bar.words)} {when}</title></rect>"
+    )
+    # Width of a digit of what is written on a bar, which is where it fits.
+    if bar.name and width > 6.0 * (len(bar.name) + 1):
+        yield f'<text class="piece" x="{x + 3:.2f}" y="{y + 12:.1f}">{bar.name}</text>'
 
 
 def timeline_parts(title: str, timeline: PipelineTimeline) -> Iterator[str]:
@@ -50,37 +96,9 @@ def timeline_parts(title: str, timeline: PipelineTimeline) -> Iterator[str]:
     said = f"{order.name}, {order.pieces} pieces on {order.stages} stages: {format_seconds(timeline.seconds)}"
     yield f'<text class="head" x="{_MARGIN:.0f}" y="24">{escape(title)}</text>'
     yield f'<text x="{_MARGIN:.0f}" y="44">{escape(said)}, bubble {timeline.bubble:.1%}</text>'
-    yield from _legend()
-    for rank, spans in enumerate(rank_spans(timeline)):
-        y = _TOP + rank * _ROW
-        yield f'<text x="{_MARGIN:.0f}" y="{y + 14:.0f}">rank {rank}</text>'
-        for span in spans:
-            yield from _bar(span, y, timeline.seconds or 1.0)
-    y = _TOP + _ROW * len(order.ranks)
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x = _LEFT + _WIDTH * share
-        said = format_seconds(share * timeline.seconds)
-        yield f'<text x="{x:.1f}" y="{y + 14:.0f}" text-anchor="middle">{said}</text>'
-
-
-def _legend() -> Iterator[str]:
-    x = _LEFT + 0.55 * _WIDTH
-    for kind, words in _LEGEND.items():
-        yield f'<rect x="{x:.0f}" y="34" width="12" height="12" fill="{_COLOURS[kind]}"/>'
-        yield f'<text x="{x + 16:.0f}" y="44">{words}</text>'
-        x += 34.0 + 7.0 * len(words)
-
-
-def _bar(span: Span, y: float, seconds: float) -> Iterator[str]:
-    x, width = _LEFT + _WIDTH * span.start / seconds, _WIDTH * (span.end - span.start) / seconds
-    when = f"{format_seconds(span.start)} to {format_seconds(span.end)}"
-    yield (
-        f'<rect class="span {span.kind}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{_ROW - 4:.0f}" '
-        f'fill="{_COLOURS[span.kind]}" stroke="#ffffff" stroke-width="0.5">'
-        f"<title>{escape(span.words)}, {when}</title></rect>"
-    )
-    if span.piece is not None and width > _DIGIT * (len(str(span.piece)) + 1):
-        yield f'<text class="piece" x="{x + 3:.2f}" y="{y + 12:.1f}">{span.piece}</text>'
+    rows = [(f"rank {rank}", [span.bar for span in spans]) for rank, spans in enumerate(rank_spans(timeline))]
+    legend = {words: _COLOURS[kind] for kind, words in _LEGEND.items()}
+    yield from rows_parts(rows, timeline.seconds, legend, _LEFT + 0.55 * _WIDTH)
 
 
 SpanKind = Literal["once", "forward", "backward", "input", "weight", "bubble"]
@@ -96,6 +114,11 @@ class Span:
     end: float
     stage: int | None = None
     piece: int | None = None
+
+    @property
+    def bar(self) -> Bar:
+        name = "" if self.piece is None else str(self.piece)
+        return Bar(self.start, self.end, _COLOURS[self.kind], f"{self.words},", name, self.kind)
 
     @property
     def words(self) -> str:

@@ -127,7 +127,7 @@ class BestSoFar:
     def judge(self, program: tuple[JointGraph, Assignment, Prices], *, within: bool) -> Judged:
         """On the timeline. within: with fewer bytes in transfers at once, as many as fit."""
         one = judged_within(*program, self.over) if within else judged(*program)
-        self.judged[id(one.assignment)] = one
+        self.judged[id(one.planned.layouts)] = one
         return one
 
     def of(self, found: Found) -> Judged:

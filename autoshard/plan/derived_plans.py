@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import fx
 
 from autoshard.plan.infeasible import out_of_time, search_until
-from autoshard.plan.judged import lowered
+from autoshard.plan.judged import Judged
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_content import Rehearsed, of_stages, pace_of
@@ -26,7 +26,8 @@ from cost_model.errors import InfeasibleError
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
-from passes.plan.records import NodeRecord, OperandRecord
+from passes.plan.decide import decide
+from passes.plan.planned_graph import NodeRecord, OperandRecord
 from passes.search.find import find_assignment
 from passes.search.narrowing import Narrowing
 from passes.stages.cut_costs import CutCosts
@@ -153,7 +154,7 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = prices_as_in(first, task.prices)
-    joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
+    joint = compute_again(task.joint, known_ops(task.joint, first.planned.again))
     try:
         found = find_assignment(
             joint,
@@ -162,12 +163,12 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             memory_limit=task.memory_limit,
             reserve=0 if task.memory_limit is None else first.reserve,
             deadline=search_until(task.joint, Deadline.after(task.time_limit)),
-            narrowing=Narrowing(held=first.assignment),
+            narrowing=Narrowing(held=first.planned.layouts),
         )
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
+    return plan_of(task, unproven, Judged(decide(joint, found.assignment, prices), prices, None), None)
 
 
 def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Plan:
@@ -227,7 +228,6 @@ def _operand(operand: OperandRecord, factor: float) -> OperandRecord:
 
 
 _TIMES = ("forward", "backward", "input", "weight", "before", "after", "update")
-_HALVINGS = 40
 
 
 def measured_schedule(planned: Scheduled, seconds: float, busy: float | None) -> SchedulePrices:
@@ -259,7 +259,7 @@ def _passing(planned: Scheduled, computed: float, seconds: float) -> float:
         if high > longest:
             return 1.0
         low, high = high, 2.0 * high
-    for _ in range(_HALVINGS):
+    for _ in range(40):
         middle = (low + high) / 2.0
         low, high = (middle, high) if _priced(planned, computed, middle).seconds < seconds else (low, middle)
     return high

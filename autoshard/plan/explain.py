@@ -20,19 +20,19 @@ from autoshard.plan.plan_words import (
 from autoshard.plan.stage_schedule import fullest_rank
 from cost_model.memory import communicators, format_bytes, format_seconds
 from passes.layout.joined_axes import joined_text
-from passes.plan.records import format_graph, raced_mark
+from passes.plan.describe import format_graph, raced_mark
 
 
 def plan_text(plan: PlanContent, *, seconds: bool) -> str:
     """The planned graph; of stages every one's under a line that says where it runs."""
     if not plan.axis:
         return format_graph(
-            plan.records, plan.mesh, seconds=seconds, joined=plan.joined_axes, raced=len(plan.race)
+            plan.planned, plan.mesh, seconds=seconds, joined=plan.joined_axes, raced=len(plan.race)
         )
     parts = [f"{plan.mesh}, {stages_words(plan)}{raced_mark(len(plan.race) if seconds else 0)}\n"]
     for number, stage in enumerate(plan.stages):
         head = f"\nstage {number} at {plan.axis}={number % plan.ranks}{_ends(plan, number)}\n"
-        body = format_graph(stage.records, stage.mesh, seconds=seconds, joined=stage.joined_axes)
+        body = format_graph(stage.planned, stage.mesh, seconds=seconds, joined=stage.joined_axes)
         parts.append(head + body)
     return "".join(parts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent
@@ -12,8 +11,7 @@ from autoshard.plan.plan_words import collective_lines, parameter_lines, priced_
 from cost_model.errors import PlanError
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
-from passes.plan.records import NodeRecord, collectives_of
-from passes.plan.transfers import Turn
+from passes.plan.planned_graph import NodeRecord, PlannedGraph, Turn
 
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""
@@ -24,7 +22,7 @@ _Buckets = Mapping[Turn | None, int]
 def explain_named(plan: PlanContent, name: str) -> str:
     """`explain_part`; of stages each that has something of that name. PlanError where none has."""
     if not plan.axis:
-        return explain_part(plan.records, name, plan.parameter_layouts)
+        return explain_part(plan.planned, name, plan.parameter_layouts)
     errors: list[PlanError] = []
     parts: list[str] = []
     for number, stage in enumerate(plan.stages):
@@ -37,24 +35,25 @@ def explain_named(plan: PlanContent, name: str) -> str:
     return "".join(parts)
 
 
-def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[str] = ()) -> str:
+def explain_part(planned: PlannedGraph, name: str, parameters: Iterable[str] = ()) -> str:
     """Of a node or parameter its layouts, seconds and the transfers in front of it; of a module all its parameters,
     collectives and nodes, those of its modules included. PlanError, with near names, where nothing has that name.
 
     parameters: all names, the further ones of a tied parameter behind the one that its record has.
     """
+    records = planned.nodes
     tied = _tied(records, parameters)
     if not name:  # what all ops outside of modules have
         raise PlanError(_unknown(records, name, tied))
     exact = [r for r in records if name in (r.name, r.parameter) or r.parameter == tied.get(name, name)]
     if exact:
         head = [f"{name} is tied to {tied[name]}"] if name in tied else []
-        return "\n".join([*head, *_node_lines(exact, _buckets(records))]) + "\n"
+        return "\n".join([*head, *_node_lines(exact, planned.buckets)]) + "\n"
     members = [r for r in records if _is_in(r, name)]
     shared = {other: first for other, first in tied.items() if other.startswith(name + ".")}
     if not members and not shared:
         raise PlanError(_unknown(records, name, tied))
-    return "\n".join(_module_lines(records, members, name, shared)) + "\n"
+    return "\n".join(_module_lines(planned, members, name, shared)) + "\n"
 
 
 def _tied(records: Sequence[NodeRecord], parameters: Iterable[str]) -> _Tied:
@@ -89,11 +88,9 @@ def _unknown(records: Sequence[NodeRecord], name: str, tied: _Tied) -> str:
     return f"explain({name!r}): the plan has no node, parameter or module of that name\n  try: {hint}"
 
 
-def _module_lines(
-    records: Sequence[NodeRecord], members: Sequence[NodeRecord], name: str, tied: _Tied
-) -> list[str]:
+def _module_lines(planned: PlannedGraph, members: Sequence[NodeRecord], name: str, tied: _Tied) -> list[str]:
     inside = {record.name for record in members}
-    layouts = {r.parameter: r.results[0].layout for r in records if r.op == "param"}
+    layouts = {r.parameter: r.results[0].layout for r in planned.nodes if r.op == "param"}
     parameters = {r.parameter: layouts[r.parameter] for r in members if r.op == "param"}
     parameters |= {other: layouts[first] for other, first in tied.items()}
     nodes = [r for r in members if r.op != "param"]
@@ -101,7 +98,7 @@ def _module_lines(
         format_seconds(sum(r.seconds for r in nodes if r.phase == phase)) for phase in ("forward", "backward")
     )
     collectives = [
-        c for c in collectives_of(records) if c.node in inside or (c.value in inside and c.node == "output")
+        c for c in planned.collectives if c.node in inside or (c.value in inside and c.node == "output")
     ]
     lines = [
         f"{name}: {len(nodes)} nodes, {forward} forward, {backward} backward",
@@ -109,7 +106,7 @@ def _module_lines(
     ]
     if parameters:
         lines += parameter_lines(parameters)
-    return [*lines, "nodes", *_layer_lines(nodes, name, _buckets(records))]
+    return [*lines, "nodes", *_layer_lines(nodes, name, planned.buckets)]
 
 
 def _layer_lines(nodes: Sequence[NodeRecord], module: str, buckets: _Buckets) -> list[str]:
@@ -152,10 +149,6 @@ def _content(nodes: Sequence[NodeRecord], layer: str) -> Hashable:
         )
         for record in nodes
     )
-
-
-def _buckets(records: Sequence[NodeRecord]) -> _Buckets:
-    return Counter(read.turn for record in records for read in record.operands if read.turn is not None)
 
 
 def _node_lines(nodes: Sequence[NodeRecord], buckets: _Buckets) -> list[str]:

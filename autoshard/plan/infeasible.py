@@ -56,7 +56,7 @@ def told(
         reason, anyway = out_of_time(asked.mesh, asked.time_limit, over), ()
     if limit is None or smallest is None or smallest.memory is None:
         return reason
-    case = _Case(asked, smallest.assignment, smallest.memory, limit - asked.reserve(smallest))
+    case = _Case(asked, smallest.planned.layouts, smallest.memory, limit - asked.reserve(smallest))
     if case.missing <= 0:
         return reason
     said, remedies = str(reason), list(_remedies(case))

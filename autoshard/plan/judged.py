@@ -8,19 +8,13 @@ from functools import partial
 
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.plan.decide import Moved, decide_lowering
-from passes.plan.transfers import LoweringPlan
+from passes.plan.decide import decide
+from passes.plan.planned_graph import Collective, PlannedGraph
 from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.predict.step_in_orders import StepInOrders
-from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
-
-_HALVINGS = 8
-"""How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it is not."""
-_WORTH = 0.01
-"""Share of the peak that transfers must hold for fewer at once to be tried."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +28,11 @@ class Spared:
 
 @dataclass(frozen=True)
 class Judged:
-    """prices: that it was lowered by. moved: every transfer's steps with theirs. step: None where it was not put on the
-    timeline. partly: where a limit leaves less to transfers, with the least that is too much."""
+    """prices: that it was planned by. step: None where it was not put on the timeline. partly: where a limit leaves
+    less to transfers, with the least that is too much."""
 
-    assignment: Assignment
+    planned: PlannedGraph
     prices: Prices
-    lowering: LoweringPlan
-    moved: Moved
     step: Prediction | None
     partly: Judged | None = None
 
@@ -73,13 +65,19 @@ class Judged:
         return Spared(self.seconds - self.partly.seconds, over(self.partly))
 
     @property
-    def collectives(self) -> list[Step]:
-        return [step for way in self.moved.values() for step in way.steps if step.kind is not None]
+    def collectives(self) -> tuple[Collective, ...]:
+        return self.planned.collectives
 
 
-def judged(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
-    """Lowered by `prices`, and its step under them."""
-    return _judged(joint, assignment, prices, partial(predicted_step, joint, assignment))
+def judged(
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    predict: Callable[[PlannedGraph, Prices], Prediction] | None = None,
+) -> Judged:
+    """Planned by `prices`, and its step under them."""
+    planned = decide(joint, assignment, prices)
+    return Judged(planned, prices, (predict or partial(predicted_step, joint))(planned, prices))
 
 
 def judged_within(
@@ -90,17 +88,20 @@ def judged_within(
     over: bytes by which a plan is over the limit. Where even transfers that go one by one hold too much, the one that
     is least over is returned.
     """
-    steps = StepInOrders(joint, assignment)
-    first = _judged(joint, assignment, prices, steps.predicted)
+    steps = StepInOrders(joint)
+    first = judged(joint, assignment, prices, steps.predicted)
     moved = first.peak.by_kind[KINDS.index("moved")]
-    if over(first) <= 0 or moved < _WORTH * first.peak.nbytes:
+    # Share of the peak that transfers must hold for fewer at once to be tried.
+    if over(first) <= 0 or moved < 0.01 * first.peak.nbytes:
         return first
-    again = lambda nbytes: _judged(joint, assignment, prices.holding(nbytes), steps.predicted)
+    again = lambda nbytes: judged(joint, assignment, prices.holding(nbytes), steps.predicted)
     alone = again(0)
     if over(alone) > 0:
         return min(first, alone, key=over)
     best, partly = alone, first
-    too_much, fits = 0, _HALVINGS
+    # How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it
+    # is not.
+    too_much, fits = 0, 8
     while fits - too_much > 1:
         middle = (too_much + fits) // 2
         one = again(moved >> middle)
@@ -109,18 +110,3 @@ def judged_within(
         else:
             fits, best = middle, min(best, one, key=lambda each: each.seconds)
     return replace(best, partly=partly)
-
-
-def _judged(
-    joint: JointGraph,
-    assignment: Assignment,
-    prices: Prices,
-    predict: Callable[[LoweringPlan, Prices], Prediction],
-) -> Judged:
-    lowering, moved = decide_lowering(joint, assignment, prices)
-    return Judged(assignment, prices, lowering, moved, predict(lowering, prices))
-
-
-def lowered(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
-    """Lowered by `prices`, and not put on the timeline."""
-    return Judged(assignment, prices, *decide_lowering(joint, assignment, prices), None)

@@ -26,13 +26,11 @@ from cost_model.checked_arguments import checked_flag, checked_path, read_json, 
 from cost_model.errors import PlanError
 from cost_model.memory import communicators
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
 from passes.layout.placements import layout_to_placements
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places
 from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
-from passes.plan.records import collectives_of, layouts_of, lowering_of
-from passes.plan.transfers import LoweringPlan
+from passes.plan.planned_graph import PlannedGraph
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from passes.states.compute_again import compute_again
@@ -91,8 +89,7 @@ class Plan(PlanContent):
     @cached_property
     def collective_axes(self) -> list[tuple[str, ...]]:
         """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
-        sizes = [records for stage in self.stages for records in (stage.records, *stage.other_sizes)]
-        return [c.axes for records in sizes for c in collectives_of(records)]
+        return [c.axes for stage in self.stages for size in stage.sizes for c in size.collectives]
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph, of every stage, in the text form of docs/plans.md."""
@@ -116,22 +113,20 @@ class Plan(PlanContent):
         """Write the JSON that `load` reads. PlanError where no file can be written."""
         write_plan(self.to_json(), path)
 
-    @cached_property
-    def assignment(self) -> Assignment:
-        """Layouts by node name: with `lowering`, what decides each rank's program."""
-        return layouts_of(self.records)
+    @property
+    def lowering(self) -> PlannedGraph:
+        """`planned`, by the name of earlier versions."""
+        return self.planned
 
     @cached_property
-    def lowering(self) -> LoweringPlan:
-        """Steps, turns and interiors."""
-        return lowering_of(self.records)
+    def sizes(self) -> tuple[PlannedGraph, ...]:
+        """Of the step with the first piece, and with the first of every other size."""
+        return (self.planned, *map(PlannedGraph, self.other_sizes))
 
-    def of_pieces(self, joint: JointGraph) -> list[tuple[JointGraph, Assignment, LoweringPlan]]:
-        """Per piece of a batch its graph, its layouts and how they are lowered; of a whole one, `joint`'s alone."""
-        sizes = [(self.assignment, self.lowering)]
-        sizes += [(layouts_of(records), lowering_of(records)) for records in self.other_sizes]
+    def of_pieces(self, joint: JointGraph) -> list[tuple[JointGraph, PlannedGraph]]:
+        """Per piece of a batch its graph, and that as it is planned; of a whole one, `joint`'s alone."""
         graphs = zip((joint, *joint.others), piece_places(joint), strict=True)
-        return [(graph, *sizes[place]) for graph, place in graphs]
+        return [(graph, self.sizes[place]) for graph, place in graphs]
 
     @cached_property
     def communicators(self) -> tuple[tuple[str, ...], ...]:
@@ -141,7 +136,7 @@ class Plan(PlanContent):
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
-        return plan_graph(self.records, self.mesh, self.memory)
+        return plan_graph(self.planned, self.mesh, self.memory)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
@@ -211,7 +206,7 @@ class Plan(PlanContent):
             said = ["the plan was made for another model, inputs or code", *lines[:8], again]
             raise PlanError("\n".join(said))
         if not self.axis:
-            for problem in graph_problems(self.records, compute_again(joint, self.lowering.again)):
+            for problem in graph_problems(self.planned, compute_again(joint, self.planned.again)):
                 raise PlanError(f"the plan is damaged: {problem}\n{again}")
 
     @staticmethod

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
+from autoshard.cache_files import cache_folder, code_fingerprint, keep_file
 from autoshard.plan.families import FAMILIES, Variant
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import pace_of
@@ -31,9 +31,6 @@ from passes.states.offers import users_choice
 
 BEST, NEXT = "the search's", "the next best"
 """Names of the plan that the search found, and of what else it judged."""
-_APART = 1e-3
-"""Share of a step by which two plans of equal layouts of parameters and equal collectives are predicted apart, so that
-they are two."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,9 @@ def _same(mine: Plan, other: Plan) -> bool:
         return mine.fingerprint == other.fingerprint
     if mine.parameter_layouts != other.parameter_layouts or _moves(mine) != _moves(other):
         return False
-    return abs(mine.step_time - other.step_time) <= _APART * other.step_time
+    # Share of a step by which two plans of equal layouts of parameters and equal collectives are predicted
+    # apart, so that they are two.
+    return abs(mine.step_time - other.step_time) <= 1e-3 * other.step_time
 
 
 def _moves(plan: Plan) -> list[tuple[object, ...]]:
@@ -220,10 +219,7 @@ def kept_rehearsal(path: Path) -> tuple[float, float | None] | None:
 
 
 def _keep(path: Path, data: Any) -> None:
-    try:
-        write_whole(path, json.dumps(data))
-    except OSError as error:
-        _log.warning("plan: found, but not cached: %s", error)
+    keep_file(path, json.dumps(data), "plan: found, but not cached")
 
 
 def plan_path(task: Task, *more: object) -> Path:

@@ -14,15 +14,12 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
 from passes.layout.layout import Layout
-from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
-from passes.plan.transfers import Turn
+from passes.plan.planned_graph import NodeRecord, OperandRecord, ResultRecord, Turn
 from passes.redistribution.steps import Step
 from passes.redistribution.universe import step_problems
 from passes.stages.pipeline_orders import pipeline_order
 
 _FIELD = re.compile(r"\{(\d{1,6})\}")
-_MOST_ELEMENTS = 2**50
-_MOST_ACTIONS = 10_000_000
 
 
 def plan_problems(plan: PlanContent) -> Iterator[str]:
@@ -111,7 +108,7 @@ def _fits(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> Iterator[str]
     if len(layout.dims) != len(shape):
         yield f"a layout of {len(layout.dims)} dims for a tensor of {len(shape)}"
         return
-    if math.prod(max(1, length) for length in shape) > _MOST_ELEMENTS:
+    if math.prod(max(1, length) for length in shape) > 2**50:
         yield f"a tensor of shape {tuple(shape)}, which nothing holds"
     unknown = list(_axes(layout.axes, mesh))
     yield from unknown
@@ -197,7 +194,7 @@ def pipeline_problems(
         return
     if len(cut) != count - 1:
         yield f"it is cut at {len(cut)} places into {count} stages"
-    if count * micro_batches > _MOST_ACTIONS:
+    if count * micro_batches > 10_000_000:
         yield f"{micro_batches} micro-batches on {count} stages, which nothing runs"
         return
     try:

@@ -21,7 +21,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
-from passes.plan.records import Collective, NodeRecord, collectives_of
+from passes.plan.planned_graph import Collective, NodeRecord, PlannedGraph
 from passes.predict.predict_stage import StageFigures
 from passes.search.search_space import ALIKE
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
@@ -157,9 +157,14 @@ class PlanContent:
         return self.most_gain is not None and self.most_gain <= ALIKE
 
     @cached_property
+    def planned(self) -> PlannedGraph:
+        """Of the step with the first piece; of stages each has its own."""
+        return PlannedGraph(self.records)
+
+    @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of a step, in order, stage by stage; what passes between stages is none."""
-        return tuple(c for stage in self.stages for c in collectives_of(stage.records))
+        return tuple(c for stage in self.stages for c in stage.planned.collectives)
 
     @property
     def reads(self) -> tuple[tuple[int, ...], ...]:

@@ -23,9 +23,8 @@ from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import first_of_each_size, layouts_like
-from passes.plan.decide import decide_lowering
-from passes.plan.describe import describe
-from passes.plan.records import NodeRecord
+from passes.plan.decide import decide
+from passes.plan.planned_graph import NodeRecord
 from passes.search.find import find_assignment
 from passes.search.graph_ends import Boundary
 from passes.states.compute_again import compute_again, copies_in
@@ -181,9 +180,9 @@ def program_fields(
 ) -> dict[str, Any]:
     """Of a plan, by name: all that its layouts say of its program. joint: with what runs again. inputs: as the call has
     them. boundary, time_limit: as of `_other_sizes`."""
-    assignment, prices, memory = judged.assignment, judged.prices, judged.memory
+    assignment, prices, memory = judged.planned.layouts, judged.prices, judged.memory
     return {
-        "records": describe(joint, assignment, judged.lowering, judged.moved, prices),
+        "records": judged.planned.nodes,
         "parameter_layouts": parameter_layouts(joint, assignment, captured),
         "inputs": inputs,
         "outputs": output_layouts(joint, assignment),
@@ -212,6 +211,5 @@ def _other_sizes(
         graph = compute_again(graphs[place], again)
         like = layouts_like(assignment, graph)
         held = find_assignment(graph, prices, boundary(graph), narrowing=like, deadline=deadline).assignment
-        lowering, moved = decide_lowering(graph, held, prices)
-        found.append(describe(graph, held, lowering, moved, prices))
+        found.append(decide(graph, held, prices).nodes)
     return tuple(found)

@@ -12,22 +12,19 @@ import networkx as nx
 from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.mesh import MeshSpec
-from passes.plan.records import NodeRecord, OperandRecord, Transfer
-from passes.plan.transfers import Turn
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, Turn
 
 PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
 
 _Bucket = tuple[Turn | None, str, tuple[str, ...]]
 """Turn, kind and axes."""
-_Moved = tuple[Transfer, str]
+_Moved = tuple[Reshard, str]
 """A collective, and what edges say of its bucket."""
 _Read = tuple[str, Sequence[_Moved]]
 """A layout as read, and the collectives in front."""
 
 
-def plan_graph(
-    records: Sequence[NodeRecord], mesh: MeshSpec, memory: MemoryTimeline | None = None
-) -> nx.DiGraph:
+def plan_graph(planned: PlannedGraph, mesh: MeshSpec, memory: MemoryTimeline | None = None) -> nx.DiGraph:
     """Nodes are ops, placeholders and the output, edges the values they read. All attributes are plain
     strings and numbers, so the graph can be written in any format.
 
@@ -49,6 +46,7 @@ def plan_graph(
     A `use` (one redistribution for several readers) stays where it has both; otherwise its readers
     read the value itself, through its transfers.
     """
+    records = planned.nodes
     by_name = {record.name: record for record in records}
     buckets = _buckets(records)
     skipped = _transparent_uses(records)
@@ -70,7 +68,7 @@ def plan_graph(
 
 def _buckets(records: Sequence[NodeRecord]) -> dict[_Bucket, str]:
     """What edges say of the collectives that are merged: those of one turn, kind and axes of several reads."""
-    members: dict[_Bucket, list[Transfer]] = {}
+    members: dict[_Bucket, list[Reshard]] = {}
     for record in records:
         for operand in record.operands:
             for transfer in operand.transfers:
@@ -83,7 +81,7 @@ def _buckets(records: Sequence[NodeRecord]) -> dict[_Bucket, str]:
     }
 
 
-def _bucket(turn: Turn | None, transfer: Transfer) -> _Bucket:
+def _bucket(turn: Turn | None, transfer: Reshard) -> _Bucket:
     return turn, transfer.step.name, transfer.step.axes
 
 

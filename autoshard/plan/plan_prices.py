@@ -13,9 +13,8 @@ from cost_model.memory import ADAMW, Axes, Optimizer, reserve_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
-from passes.plan.records import Collective
+from passes.plan.planned_graph import Collective
 from passes.redistribution.redistribute import Redistributor
-from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import timed_traffic_model, traffic_model
 
@@ -29,18 +28,18 @@ _PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "ha
 """Ranks with which a rank exchanges messages of its own in a step, by its name."""
 
 
-def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
+def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective]) -> int:
     """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
     return reserve_bytes(mesh, _peers(mesh, collectives))
 
 
-def messages_nbytes(mesh: MeshSpec, steps: Iterable[Step]) -> int:
+def messages_nbytes(mesh: MeshSpec, collectives: Iterable[Collective]) -> int:
     """Bytes of `plan_reserve` that are there for `MESSAGES`."""
-    every = list(steps)
-    return plan_reserve(mesh, every) - plan_reserve(mesh, [s for s in every if s.kind not in MESSAGES])
+    every = list(collectives)
+    return plan_reserve(mesh, every) - plan_reserve(mesh, [c for c in every if c.kind not in MESSAGES])
 
 
-def _peers(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> Mapping[Axes, int]:
+def _peers(mesh: MeshSpec, collectives: Iterable[Collective]) -> Mapping[Axes, int]:
     """Axes -> ranks with which one exchanges messages of its own."""
     peers: dict[Axes, int] = {}
     for c in collectives:

@@ -30,9 +30,6 @@ _STAGES_PER_RANK = (1, 2, 4)
 """Stages a rank that are tried: more make the bubble smaller, and send more often. Several only where as many cuts pass
 no more than their neighbours: between layers, and not inside of one."""
 
-_CUTS = 2
-"""Cuts into as many stages that are planned: one by estimates, one by what its stages take."""
-
 
 def plan_stages(
     task: Task, axis: str, pieces: int, deadline: Deadline | None = None, schedule: str | None = None
@@ -77,7 +74,8 @@ def _fastest_cut(
     """The fastest plan of the cut by estimates, of the cut by what the stages of that one take, and of `best`."""
     chosen = cutter.cut(orders[0].stages)
     tried: set[tuple[str, ...]] = set()
-    while chosen.cut not in tried and len(tried) < _CUTS and (best is None or until.left > 0.0):
+    # Cuts into as many stages that are planned: one by estimates, one by what its stages take.
+    while chosen.cut not in tried and len(tried) < 2 and (best is None or until.left > 0.0):
         tried.add(chosen.cut)
         search = StageSearch(cutter.task, cutter.axis, cutter.joint, chosen.cut, until)
         found = search.best(orders, math.inf if best is None else best.step_time)

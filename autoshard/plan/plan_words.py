@@ -11,7 +11,7 @@ from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
 from passes.layout.layout import Layout
-from passes.plan.records import Collective, NodeRecord
+from passes.plan.planned_graph import Collective, NodeRecord
 
 _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""

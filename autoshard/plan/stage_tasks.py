@@ -106,21 +106,21 @@ class PlannedStage:
 
     @staticmethod
     def of(graph: StageGraph, task: Task, plan: Plan) -> PlannedStage:
-        joint = compute_again(graph.joint, plan.lowering.again)
+        joint = compute_again(graph.joint, plan.planned.again)
         received = {crossing.name for crossing in graph.received}
         prices = prices_as_in(plan, task.prices)
-        figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
+        figures = predict_stage(joint, plan.planned, prices, received)
         return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, joint, lambda: plan)
 
     def alike(self, graph: StageGraph, task: Task) -> PlannedStage | None:
         """Another stage with the plan of this one, which was searched; None if it computes something else."""
         first, names, joint = self.plan, names_alike(self.graph.joint, task.joint), task.joint
-        if names is not None and first.lowering.again:
-            joint = compute_again(joint, [names[name] for name in first.lowering.again])
+        if names is not None and first.planned.again:
+            joint = compute_again(joint, [names[name] for name in first.planned.again])
             names = names_alike(self.runs, joint)
         if names is None:
             return None
-        assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
+        assignment = {names[name]: layouts for name, layouts in first.planned.layouts.items()}
         ends = output_layouts(joint, assignment), parameter_layouts(joint, assignment, task.captured)
         make = lambda: _plan_alike(first, task, joint, assignment)
         return PlannedStage(graph, task, self.figures, *ends, self.runs, make, like=self)

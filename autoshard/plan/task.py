@@ -50,9 +50,8 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import fallback_ops
-from passes.plan.records import Collective, collectives_of, layouts_of, lowering_of
+from passes.plan.planned_graph import Collective
 from passes.predict.memory_record import MemoryWalk
-from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
@@ -110,7 +109,7 @@ class Task:
         optimizer = OPTIMIZERS[self.optimizer]
         return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer, self.links, self.pace)
 
-    def reserve(self, steps: Iterable[Collective | Step], memory: MemoryWalk | None) -> int:
+    def reserve(self, steps: Iterable[Collective], memory: MemoryWalk | None) -> int:
         """Bytes per device that a plan with these collectives needs besides its step. memory: of that step."""
         own = plan_reserve(self.links or self.mesh, steps)
         return own if self.beside is None else own + self.beside(memory)
@@ -144,13 +143,13 @@ class Task:
 
     def step_seconds(self, plan: PlanContent) -> float:
         """Of the program that `plan` is, under these prices: with what it computes again and how it moves."""
-        joint = compute_again(self.joint, lowering_of(plan.records).again)
-        return judged(joint, layouts_of(plan.records), prices_as_in(plan, self.prices)).seconds
+        joint = compute_again(self.joint, plan.planned.again)
+        return judged(joint, plan.planned.layouts, prices_as_in(plan, self.prices)).seconds
 
     def program_fields(self, joint: JointGraph, judged: Judged) -> dict[str, Any]:
         """Of a plan of the task. joint: with what runs again. What a stage sends of a smaller piece is laid out as of
         the first."""
-        settled = self.call.settled(output_layouts(self.joint, judged.assignment))
+        settled = self.call.settled(output_layouts(self.joint, judged.planned.layouts))
         boundary = lambda graph: self._boundary(graph, settled)
         return program_fields(joint, judged, self.captured, self.call.inputs, boundary, self.time_limit)
 
@@ -271,11 +270,10 @@ def _pinned(task: Task) -> list[str] | None:
 
 def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
     """The plan that was found. Its `step_time` is the objective's where it was not judged."""
-    joint = compute_again(task.joint, judged.lowering.again)
+    joint = compute_again(task.joint, judged.planned.again)
     mesh, prices = task.mesh, judged.prices
     program = task.program_fields(joint, judged)
-    records = program["records"]
-    recounted = counted_seconds(found.step.totals(records), found.overlaps)
+    recounted = counted_seconds(found.step.totals(judged.planned.nodes), found.overlaps)
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
         mesh=mesh,
@@ -286,7 +284,7 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,
-        reserve=plan_reserve(task.links or mesh, collectives_of(records)),
+        reserve=plan_reserve(task.links or mesh, judged.collectives),
         fallbacks=fallback_ops(joint),
         origin=PlanOrigin.of(task.profile, task.joint, task.optimizer, task.timed),
         joined_axes=found.joined,

@@ -35,14 +35,6 @@ from passes.states.compute_again import AGAIN
 
 RANGE = 16.0
 """How many times slower and faster links are looked at."""
-_WINS = 5e-3
-"""Share of a step by which another plan must be faster."""
-_EQUALLY_LONG = 1e-5
-"""Share of a step by which two plans may differ to be taken for equally fast."""
-_STEPS = 12
-"""At the most, of pricing two plans to find where they are."""
-_SEARCHES = 4
-"""At the most, of one level in one direction."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,8 @@ class _Line:
         rival, factor, confirmed = self._rival(end), end, False
         if rival is None:
             return None
-        for _ in range(_SEARCHES - 1):
+        # Behind the first search at most so many more.
+        for _ in range(3):
             factor = self._equal(rival, factor)
             closer = self._rival(factor) if factor != 1.0 else None
             if closer is None:
@@ -135,7 +128,8 @@ class _Line:
     def _rival(self, factor: float) -> PlanContent | None:
         """What the search finds with links so fast, if it is faster there than the plan."""
         found = self.again.search(self._variant(factor))
-        return found if found.step_time < (1.0 - _WINS) * self._seconds(self.plan, factor) else None
+        # Share of a step by which another plan must be faster.
+        return found if found.step_time < (1.0 - 5e-3) * self._seconds(self.plan, factor) else None
 
     def _equal(self, rival: PlanContent, end: float) -> float:
         """The factor between 1 and `end`, where the rival wins, at which both take equally long; 1.0 if it wins there
@@ -145,10 +139,12 @@ class _Line:
         if low >= 0.0:
             return 1.0
         middle = wins
-        for _ in range(_STEPS):
+        # At the most, of pricing two plans to find where they are.
+        for _ in range(12):
             middle = (loses * high - wins * low) / (high - low)
             value = self._ahead(rival, middle)
-            if abs(value) < _EQUALLY_LONG:
+            # Share of a step by which two plans may differ to be taken for equally fast.
+            if abs(value) < 1e-5:
                 break
             if value > 0.0:
                 wins, high, low = middle, value, low / 2
@@ -165,10 +161,6 @@ class _Line:
 
     def _variant(self, factor: float) -> Variant:
         return Variant(link=(self.level, factor))
-
-
-_EQUAL = 1e-3
-"""Share of a step under which two plans are said to be equally fast."""
 
 
 def why_not_family(plan: PlanContent, again: Again, name: str) -> str:
@@ -250,7 +242,8 @@ def is_of_family(plan: PlanContent, family: Family) -> bool:
 def _verdict(mine: PlanContent, other: PlanContent) -> str:
     change = other.step_time / mine.step_time - 1.0
     times = f"step {format_seconds(mine.step_time)} -> {format_seconds(other.step_time)}"
-    if abs(change) < _EQUAL:
+    # Share of a step under which two plans are said to be equally fast.
+    if abs(change) < 1e-3:
         same = mine.parameter_layouts == other.parameter_layouts
         return f"the plan is one, {times}" if same else f"as fast, {times}"
     return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}, {times}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cache_files import cache_folder, write_whole
+from autoshard.cache_files import cache_folder, keep_file
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import ProfileError
 from cost_model.measure.peers import collective_backend, device_name, host_name
@@ -66,8 +66,8 @@ def startup_profile(mesh: DeviceMesh) -> Profile:
         command="measured at start-up",
         attend=attend,
     )
-    if mesh.get_rank() == 0:
-        _write(profile, path)
+    if mesh.get_rank() == 0 and keep_file(path, profile.to_json(), "profile: measured, but not cached"):
+        _log.info("profile: %s, measured at start-up and cached in %s", profile, path)
     return profile
 
 
@@ -109,13 +109,3 @@ def _read(path: Path) -> Profile | None:
         return None
     _log.info("profile: %s, cached in %s", profile, path)
     return profile
-
-
-def _write(profile: Profile, path: Path) -> None:
-    """All at once, or not at all; a cache that cannot be written is no reason to fail."""
-    try:
-        write_whole(path, profile.to_json())
-    except OSError as error:
-        _log.warning("profile: measured, but not cached: %s", error)
-        return
-    _log.info("profile: %s, measured at start-up and cached in %s", profile, path)

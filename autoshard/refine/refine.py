@@ -113,7 +113,7 @@ class DividedRounds:
 def _decided(plan: Plan) -> object:
     """What makes it another plan, prices aside."""
     division = plan.axis, plan.schedule, plan.micro_batches, plan.head_pieces, plan.cut
-    return division, [one.assignment for one in plan.stages]
+    return division, [one.planned.layouts for one in plan.stages]
 
 
 def check_refine(refine: object) -> None:

@@ -120,7 +120,7 @@ class Rounds:
         if not self._confirming:
             self._search()
             # The first search knows no next best: those of the second are still to be timed.
-            self._stayed = self.plan.assignment == before.assignment and self._rounds > 1
+            self._stayed = self.plan.planned.layouts == before.planned.layouts and self._rounds > 1
 
     def keep(self, plan: Plan) -> None:
         """For the next start, which takes it as it is; not where that is to go on timing."""
@@ -135,7 +135,7 @@ class Rounds:
         self._next = []
         deadline = task.within(max(self._deadline.left, self._search_seconds))
         try:
-            near = SearchStart(self.plan.assignment)
+            near = SearchStart(self.plan.planned.layouts)
             self.plan = cached_plan(task, lambda: self._searched(task, deadline, near))
             self._found.append(self.plan)
         except InfeasibleError as error:  # it was not before: there was no time for it
@@ -143,7 +143,7 @@ class Rounds:
 
     def _proven(self, rough: Plan) -> Plan:
         """`rough`, or a better one, proven: it is the last."""
-        near = SearchStart(rough.assignment)
+        near = SearchStart(rough.planned.layouts)
         proven = rough.gap <= self._task.gap
         return cached_plan(self._task, lambda: rough if proven else self._searched(self._task, None, near))
 
@@ -153,9 +153,9 @@ class Rounds:
         plan = search_plan(task, deadline, known.append, start)
         self._search_seconds = time.monotonic() - begun
         fastest = sorted(known, key=lambda judged: judged.seconds)
-        others = [judged for judged in fastest if judged.assignment != plan.assignment]
+        others = [judged for judged in fastest if judged.planned.layouts != plan.planned.layouts]
         # The next best two are timed as well.
-        self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:2]]
+        self._next = [TimedCandidate(j.seconds, j.planned) for j in others[:2]]
         return plan
 
     def _missing(self) -> Cases:
@@ -198,7 +198,7 @@ class Rounds:
         task = self._under(self.timed)
         seconds, best = self._chosen(task)
         for candidate in self._families or ():
-            if task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
+            if task.judged(candidate.planned.layouts).seconds < (1.0 - FASTER) * seconds:
                 found = self._of_family(candidate, task)
                 if found is not None and self._cautious(task, found) < (1.0 - FASTER) * seconds:
                     best, seconds = found, self._cautious(task, found)
@@ -216,7 +216,7 @@ class Rounds:
         """`plan` under the prices of now, with the bound of the whole search that was the last."""
         latest = self._found[-1]
         if plan.origin.timed != self.timed.hash:
-            plan = self._held(plan.assignment, task) or plan
+            plan = self._held(plan.planned.layouts, task) or plan
         if plan is latest:
             return plan
         bound = min(latest.lower_bound, plan.cost)
@@ -226,7 +226,7 @@ class Rounds:
         """The best of its family under the prices of now; where there is no time to look for it, the one known."""
         assert candidate.family is not None
         found = self._family_plan(candidate.family, self._deadline) if self._deadline.left > 0.0 else None
-        return found or self._held(candidate.assignment, task)
+        return found or self._held(candidate.planned.layouts, task)
 
     def _held(self, assignment: Assignment, task: Task) -> Plan | None:
         """The plan of these layouts; None: there is none, or no time for it."""

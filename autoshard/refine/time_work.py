@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cache_files import write_whole
+from autoshard.cache_files import keep_file
 from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
@@ -203,12 +203,8 @@ class TimedStore:
         return found.timed if found.made_with == json.loads(json.dumps(self.key)) else TimedPrices()
 
     def write(self, timed: TimedPrices) -> None:
-        """All at once, or not at all; a cache that cannot be written is no reason to fail."""
         data = {"made_with": dict(self.key), "timed": msgspec.to_builtins(timed)}
-        try:
-            write_whole(self.path, json.dumps(data))
-        except OSError as error:
-            _log.warning("refine: timed, but not kept: %s", error)
+        keep_file(self.path, json.dumps(data), "refine: timed, but not kept")
 
 
 def store_of(mesh: DeviceMesh, backend: str) -> TimedStore:

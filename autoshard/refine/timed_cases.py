@@ -14,9 +14,8 @@ from autoshard.plan.task import Task
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
-from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
-from passes.plan.transfers import LoweringPlan
+from passes.plan.planned_graph import PlannedGraph
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
@@ -84,13 +83,12 @@ class TimedCandidate:
     """A plan of which kernels and collectives are timed."""
 
     seconds: float
-    assignment: Assignment
-    lowering: LoweringPlan
+    planned: PlannedGraph
     family: Family | None = None
 
     @staticmethod
     def of(plan: Plan, family: Family | None = None) -> TimedCandidate:
-        return TimedCandidate(plan.step_time, plan.assignment, plan.lowering, family)
+        return TimedCandidate(plan.step_time, plan.planned, family)
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
     """Of rank 0, whose shards are the largest, by what `task.timed` knows. No fused kernels again: to compile them
     takes longer than to time them."""
     joint, mesh, prices = replace(task.joint, device=CPU), task.mesh, task.prices
-    program = rank_program(joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh))
+    program = rank_program(joint, candidate.planned, mesh, 0, simulated_groups(mesh))
     work = step_work(program.usual(), prices, simulated_group_axes)
     known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
     # Collectives are few and their prices the furthest off; kernels are timed from this share of a step on.
@@ -159,7 +157,7 @@ def cases_of_parts(plan: Plan, task: Task) -> Cases:
 
 def _piece(plan: Plan, part: Plan) -> TimedCandidate:
     """Most of what a part runs, it runs once for each piece."""
-    return TimedCandidate(plan.step_time / plan.micro_batches, part.assignment, part.lowering)
+    return TimedCandidate(plan.step_time / plan.micro_batches, part.planned)
 
 
 def _parts(plan: Plan, task: Task) -> Iterator[tuple[Plan, Task]]:

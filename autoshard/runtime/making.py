@@ -206,8 +206,8 @@ def _programs(
             )
     with runnable(plan):
         return [
-            rank_program(graph, layouts, lowering, spec, rank, groups, schedule=schedule)
-            for graph, layouts, lowering in plan.of_pieces(joint)
+            rank_program(graph, planned, spec, rank, groups, schedule=schedule)
+            for graph, planned in plan.of_pieces(joint)
         ]
 
 
@@ -216,7 +216,7 @@ def _sides(joint: JointGraph, plan: Plan) -> tuple[InputSide, ...]:
     known: dict[str, Layout] = {}
     for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
         if not isinstance(plan, PipelinePlan):
-            known[node.name] = plan.assignment[node.name].results[0]
+            known[node.name] = plan.planned.layouts[node.name].results[0]
         elif spec.kind == "param" and spec.name in plan.parameter_layouts:
             known[node.name] = plan.parameter_layouts[spec.name]
         elif spec.kind == "input" and spec.index in plan.inputs:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
 from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
+from autoshard.planning import canonical_capture
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream

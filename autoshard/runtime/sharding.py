@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from autoshard.plan.find_plan import named_parameters
+from autoshard.planning import named_parameters
 from autoshard.runtime.process_groups import (
     bound_device,
     local_device,

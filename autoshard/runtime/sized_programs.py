@@ -32,9 +32,9 @@ def counts_no_rows(plan: Plan) -> bool:
     """Whether nothing in a plan is a number of rows, so that it may be one of all sizes."""
     if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
         return False
-    layouts = [one for node in plan.assignment.values() for one in (*node.operands, *node.results)]
+    layouts = [one for node in plan.planned.layouts.values() for one in (*node.operands, *node.results)]
     counted = any(layout.has_halo or any(layout.sizes) for layout in layouts)
-    return not counted and not plan.lowering.interiors
+    return not counted and not plan.planned.interiors
 
 
 class _Taking:

@@ -217,4 +217,4 @@ def _is_single(node: fx.Node) -> bool:
 
 def _layout(plan: Plan, node: fx.Node) -> Layout:
     producer, index = result_index(node)
-    return plan.assignment[producer.name].results[index]
+    return plan.planned.layouts[producer.name].results[index]

@@ -1,4 +1,7 @@
-"""A whole step on simulated ranks, as it runs: forward and backward apart, collectives merged and ordered."""
+"""A step on simulated ranks, as it runs: in stages and pieces, forward and backward apart, collectives in order.
+
+One stage is a whole model, one piece a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.verification.part_errors import Held, held_value, result_errors
 from cost_model.mesh import MeshSpec
+from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.lower.missing_tangents import missing_tangents
 from passes.lower.one_piece import pieces_of
+from passes.lower.piece_values import given_values, leave, step_results
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.simulate.lockstep import simulated_groups
-from passes.simulate.lockstep_pieces import StageInLockstep, simulate_pieces, simulate_stages
+from passes.simulate.lockstep import simulate, simulated_groups
 from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 from passes.stages.stage_graphs import stage_graphs
-
-
-def simulated_results(
-    joint: JointGraph, plan: Plan, shards: Sequence[Sequence[Tensor]]
-) -> list[list[Tensor | None]]:
-    """Per rank the flat results of `joint`, the graph that `plan` is of, from its shards of the placeholders.
-
-    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
-    """
-    names = [node.name for node in joint.placeholders]
-    return simulate_pieces(_split(joint, plan), names, shards, plan.mesh)
-
-
-def _split(joint: JointGraph, plan: Plan) -> list[list[RankPieces]]:
-    return [[pieces_of(program, joint.pieces) for program in ranks] for ranks in rank_programs(joint, plan)]
 
 
 def rank_programs(joint: JointGraph, plan: Plan) -> list[list[RankProgram]]:
     """Per piece of a batch, or of all of it, every rank's program."""
     mesh, groups = plan.mesh, simulated_groups(plan.mesh)
     return [
-        [rank_program(graph, layouts, lowering, mesh, rank, groups) for rank in range(mesh.device_count)]
-        for graph, layouts, lowering in plan.of_pieces(joint)
+        [rank_program(graph, planned, mesh, rank, groups) for rank in range(mesh.device_count)]
+        for graph, planned in plan.of_pieces(joint)
     ]
 
 
@@ -56,23 +45,24 @@ def usual_tangents(joint: JointGraph, values: Sequence[torch.Tensor]) -> list[to
     return [torch.zeros_like(value) if node in missing else value for node, value in pairs]
 
 
-def stage_errors(
+def step_errors(
     joint: JointGraph,
-    plan: PipelinePlan,
+    plan: Plan,
     values: Sequence[Tensor],
     wanted: Sequence[Tensor | None],
     least: Sequence[float],
 ) -> dict[str, float]:
     """Relative error by result. joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole.
-    wanted: its results. least: per result, the least scale that an error is relative to."""
-    mesh = plan.mesh.resized(plan.axis, 1)
+    wanted: its results. least: per result, the least scale that an error is relative to.
+
+    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
+    """
+    mesh = plan.mesh.resized(plan.axis, 1) if plan.axis else plan.mesh
     known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
-    graphs = stage_graphs(joint, plan.cut)
-    stages = [
-        _in_lockstep(graph, stage, known, mesh) for graph, stage in zip(graphs, plan.stages, strict=True)
-    ]
-    found = simulate_stages(stages, mesh)
-    layouts = [_layouts(graph, stage) for graph, stage in zip(graphs, plan.stages, strict=True)]
+    graphs = stage_graphs(joint, plan.cut) if plan.axis else (StageGraph.only(joint),)
+    stages = list(zip(graphs, plan.stages, strict=True))
+    found = simulate_stages([_in_lockstep(graph, stage, known, mesh) for graph, stage in stages], mesh)
+    layouts = [_layouts(graph, stage) for graph, stage in stages]
     results: list[Held | None] = []
     for spec in joint.outputs:
         leaf = spec.kind, spec.name
@@ -86,27 +76,134 @@ def stage_errors(
     return result_errors(joint, results, wanted, least, mesh)
 
 
-def _in_lockstep(
-    graph: StageGraph, stage: Plan, values: Mapping[Leaf, Tensor], mesh: MeshSpec
-) -> StageInLockstep:
-    ends = StageEnds.of(graph)
+def _in_lockstep(graph: StageGraph, stage: Plan, values: Mapping[Leaf, Tensor], mesh: MeshSpec) -> StageRun:
+    ends, joint = StageEnds.of(graph), graph.joint
     given = {name: values[leaf] for leaf, name in ends.leaves.items()}
     given |= {name: values["tangent", f"tangent {index}"] for index, name in ends.tangents.items()}
-    known = [
-        {
-            name: held_value(value, stage.assignment[name].results[0], mesh, rank)
-            for name, value in given.items()
-        }
+    pieces = [
+        [pieces_of(program, joint.pieces) for program in ranks] for ranks in rank_programs(joint, stage)
+    ]
+    return StageRun(graph, pieces, held_values(given, stage, mesh), mesh)
+
+
+def held_values(given: Mapping[str, Tensor], plan: Plan, mesh: MeshSpec) -> list[dict[str, Tensor]]:
+    """Per rank what it holds of values of placeholders, by name."""
+    layouts = {name: plan.planned.layouts[name].results[0] for name in given}
+    return [
+        {name: held_value(value, layouts[name], mesh, rank) for name, value in given.items()}
         for rank in range(mesh.device_count)
     ]
-    return StageInLockstep(graph, _split(graph.joint, stage), known)
 
 
 def _layouts(graph: StageGraph, stage: Plan) -> dict[Leaf, Layout]:
     """Layouts of the results that are not passed on."""
     named = StageEnds.of(graph).results
-    layouts = enumerate(result_layouts(graph.joint.results, stage.assignment))
+    layouts = enumerate(result_layouts(graph.joint.results, stage.planned.layouts))
     return {named[place]: layout for place, layout in layouts if layout is not None and place in named}
+
+
+Known = list[dict[str, Tensor]]
+"""Per rank its values by name."""
+
+Passing = list[list[Tensor]]
+"""Per rank what passes between two stages."""
+
+
+@autocast_off()
+def simulate_stages(runs: Sequence[StageRun], mesh: MeshSpec) -> list[list[Mapping[Leaf, Tensor]]]:
+    """Per stage and rank its results, by kind and name in the whole graph. One stage is a whole model, one piece a
+    whole batch. mesh: of one stage."""
+    for piece in range(len(runs[0].pieces)):
+        passing: Passing = [[] for _ in range(mesh.device_count)]
+        for run in runs:
+            passing = run.forward(piece, passing)
+        passing = [[] for _ in range(mesh.device_count)]
+        for run in reversed(runs):
+            passing = run.backward(piece, passing)
+    return [run.finish() for run in runs]
+
+
+class StageRun:
+    """A stage on all of its ranks. known: per rank the values of `StageEnds.leaves` and `tangents`, by name."""
+
+    def __init__(
+        self, graph: StageGraph, pieces: Sequence[Sequence[RankPieces]], known: Known, mesh: MeshSpec
+    ) -> None:
+        """pieces: of every piece, in order, per rank of the stage. mesh: of one stage."""
+        self.pieces, self._known, self._mesh = pieces, known, mesh
+        self._ends = StageEnds.of(graph)
+        self._leaves = [node.name for node in graph.joint.placeholders]
+        self._kept: list[list[Any]] = []
+        self._run_once([(parts.before, parts.taken, parts.made) for parts in pieces[0]])
+
+    def forward(self, piece: int, received: Passing) -> Passing:
+        """Keeps per rank what the backward takes, less what comes late."""
+        ranks = self.pieces[piece]
+        self._receive(self._ends.received, received)
+        phases = [parts.piece.complete() for parts in ranks]
+        early = self._given(ranks, late=False)
+        results = simulate([p.forward for p in phases], early, self._mesh)
+        self._kept = []
+        for parts, p, own, found, values in zip(ranks, phases, early, results, self._known, strict=True):
+            count = len(p.outputs)
+            # Sums are made in place, and a later piece's forward may run before this one's backward.
+            copies = [None if value is None else value.clone() for value in found[:count]]
+            leave(parts.left[:count], copies, values)  # type: ignore[arg-type]
+            backward = p.backward
+            saved = [] if backward is None else [found[i] for i in backward.saved]
+            self._kept.append([*(own[i] for i in (() if backward is None else backward.passed)), *saved])
+        return self._taken(piece, self._ends.sent)
+
+    def backward(self, piece: int, returned: Passing) -> Passing:
+        ranks = self.pieces[piece]
+        self._receive(self._ends.returned, returned)
+        phases = [parts.piece.complete() for parts in ranks]
+        backwards = [one.backward for one in phases if one.backward is not None]
+        if backwards:
+            late = self._given(ranks, late=True)
+            inputs = [[*kept, *own] for kept, own in zip(self._kept, late, strict=True)]
+            gradients = simulate([backward.module for backward in backwards], inputs, self._mesh)
+            for parts, p, found, values in zip(ranks, phases, gradients, self._known, strict=True):
+                leave(parts.left[len(p.outputs) :], found, values)  # type: ignore[arg-type]
+        return self._taken(piece, self._ends.given_back)
+
+    def finish(self) -> list[Mapping[Leaf, Tensor]]:
+        first = self.pieces[0]
+        self._run_once([(parts.after, parts.read, parts.ended) for parts in first])
+        found: list[Mapping[Leaf, Tensor]] = []
+        for parts, values in zip(first, self._known, strict=True):
+            results = step_results(parts, values, self._leaves)
+            named = ((leaf, results[place]) for place, leaf in self._ends.results.items())
+            found.append({leaf: value for leaf, value in named if value is not None})
+        return found
+
+    def _run_once(self, ranks: Sequence[tuple[fx.GraphModule, Sequence[str], Sequence[str]]]) -> None:
+        """Per rank a program, the names of what it reads, and of what it makes."""
+        read = [[v[name] for name in taken] for v, (_, taken, _) in zip(self._known, ranks, strict=True)]
+        results = simulate([module for module, *_ in ranks], read, self._mesh)
+        for values, (*_, made), found in zip(self._known, ranks, results, strict=True):
+            values.update(zip(made, found, strict=True))
+
+    def _given(self, ranks: Sequence[RankPieces], *, late: bool) -> list[list[Tensor]]:
+        """Per rank the inputs of a piece's forward; late: its tangents."""
+        found: list[list[Tensor]] = []
+        for parts, values in zip(ranks, self._known, strict=True):
+            pairs = zip(parts.given, parts.piece.inputs, strict=True)
+            found.append(
+                given_values([one for one, spec in pairs if (spec.kind == "tangent") == late], values)
+            )
+        return found
+
+    def _receive(self, names: Sequence[str], passing: Passing) -> None:
+        for values, own in zip(self._known, passing, strict=True):
+            values.update(zip(names, own, strict=True))
+
+    def _taken(self, piece: int, places: Sequence[int]) -> Passing:
+        ranks = zip(self.pieces[piece], self._known, strict=True)
+        return [
+            [values[name] for place in places if (name := parts.results[place]) is not None]
+            for parts, values in ranks
+        ]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +12,16 @@ from torch import nn
 
 from autoshard.arguments import checked_model
 from autoshard.global_call import as_call
-from autoshard.plan.find_plan import autocast_as, canonical_capture
-from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.plan_ends import result_layouts
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
+from autoshard.planning import autocast_as, canonical_capture
 from autoshard.runtime.module import original_forward
-from autoshard.verification.part_errors import Divergence, Watcher, held_value, result_errors
+from autoshard.verification.part_errors import Divergence, Watcher
 from autoshard.verification.simulated_step import (
     full_float32,
+    held_values,
     rank_programs,
-    simulated_results,
-    stage_errors,
+    step_errors,
     usual_tangents,
 )
 from cost_model.checked_arguments import checked_count
@@ -108,9 +107,9 @@ def verify(
     args, kwargs = as_call(example_inputs)
     with autocast_as(plan.mesh, autocast):
         captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
-    plan.check_graph(planned_graph(captured, plan))
-    staged = isinstance(plan, PipelinePlan)
-    cut = cut_for_stages(captured.joint, plan.micro_batches) if staged else planned_graph(captured, plan)
+    planned = planned_graph(captured, plan)
+    plan.check_graph(planned)
+    cut = cut_for_stages(planned, plan.micro_batches) if plan.axis else planned
     joint = captured.joint
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError(
@@ -120,7 +119,7 @@ def verify(
     here = _device_of(model)
     joint = _bound(joint, here)
     values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
-    values = usual_tangents(joint, values) if staged or cut.pieces > 1 else values
+    values = usual_tangents(joint, values) if plan.axis or cut.pieces > 1 else values
     results, nodes = graph_values(joint, values)
     comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
     wanted = (
@@ -131,22 +130,12 @@ def verify(
     limit = _tolerance(joint)
     rounding = measured_rounding(joint, values, results, nodes, seed=seed)
     floors = [_ROUNDINGS * change / limit for change in rounding.results]
-    if isinstance(plan, PipelinePlan):
-        with runnable(plan):
-            errors = stage_errors(_all_bound(cut, here), plan, values, wanted, floors)
-        worst = max(errors.values(), default=0.0)
-        return VerifyReport(worst <= limit, worst, errors, None)
-    graph = _as_planned(cut, plan, here)
+    graph = _all_bound(cut, here) if plan.axis else _as_planned(cut, plan, here)
     with runnable(plan):
-        shards = _shards(joint, plan, values)
-        found = simulated_results(graph, plan, shards)
-        layouts = result_layouts(joint.results, plan.assignment)
-        parts = [[result[place] for result in found] for place in range(len(layouts))]
-        held = [None if one is None else (own, one) for own, one in zip(parts, layouts, strict=True)]
-        errors = result_errors(joint, held, wanted, floors, plan.mesh)
+        errors = step_errors(graph, plan, values, wanted, floors)
     worst = max(errors.values(), default=0.0)
-    if worst <= limit:
-        return VerifyReport(True, worst, errors, None)
+    if worst <= limit or plan.axis:
+        return VerifyReport(worst <= limit, worst, errors, None)
     # Once more, in the order of the global graph, where every node of it can be compared: of pieces with the first.
     if cut is not captured.joint:
         results, nodes = graph_values(graph, values)
@@ -155,6 +144,8 @@ def verify(
     graphs = [program.local for program in rank_programs(graph, plan)[0]]
     watcher = Watcher(graph, plan, nodes, least)
     watcher.attach(graphs)
+    named = dict(zip((node.name for node in joint.placeholders), values, strict=True))
+    shards = [list(held.values()) for held in held_values(named, plan, plan.mesh)]
     with runnable(plan):
         simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
     # An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance.
@@ -164,8 +155,8 @@ def verify(
 def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:
     """The graph of which ranks run parts, on the device where all is compared."""
     bound = _all_bound(joint, here)
-    others = tuple(compute_again(other, plan.lowering.again) for other in bound.others)
-    return compute_again(replace(bound, others=others), plan.lowering.again)
+    others = tuple(compute_again(other, plan.planned.again) for other in bound.others)
+    return compute_again(replace(bound, others=others), plan.planned.again)
 
 
 def _all_bound(joint: JointGraph, here: torch.device) -> JointGraph:
@@ -216,14 +207,3 @@ def _tolerance(joint: JointGraph) -> float:
     found = [(node, value.dtype) for node in nodes for value in node_values(node) if value is not None]
     counted = [dtype for node, dtype in found if dtype.itemsize > 1 or is_cast(node)]
     return max((_TOLERANCE.get(dtype, 0.0) for dtype in counted), default=1e-4) or 1e-4
-
-
-def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Per rank what it holds of every placeholder's global value."""
-    return [
-        [
-            held_value(value, plan.assignment[node.name].results[0], plan.mesh, rank)
-            for node, value in zip(joint.placeholders, values, strict=True)
-        ]
-        for rank in range(plan.mesh.device_count)
-    ]

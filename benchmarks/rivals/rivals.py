@@ -112,13 +112,13 @@ def _assumed(task: Task) -> Iterator[Rival]:
     for share in OVERLAPS:
         profile = replace(task.profile, overlap_efficiency=share)
         plan = search_plan(replace(task, profile=profile))
-        yield Rival("assumed", f"overlap {share:g}", task.judged(plan.assignment).seconds)
+        yield Rival("assumed", f"overlap {share:g}", task.judged(plan.planned.layouts).seconds)
 
 
 def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
     room = None if task.memory_limit is None else task.memory_limit - plan.reserve
     space = build_space(task.joint, task.prices, task.boundary, memory_limit=room)
-    for change in changes(task.joint, space, plan.assignment, count):
+    for change in changes(task.joint, space, plan.planned.layouts, count):
         try:
             yield Rival("changed", str(change), task.judged(change.assignment).seconds)
         except ShardingError as error:

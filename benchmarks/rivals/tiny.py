@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autoshard import MeshSpec, Profile
 from autoshard.global_call import output_layouts
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 
 __all__ = ["tiny_task"]
 

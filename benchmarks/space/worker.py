@@ -102,7 +102,7 @@ def _times(contest: Contest, given: argparse.Namespace) -> list[dict[str, Any]]:
 def _plan_text(plan: Plan) -> str:
     """What the plan communicates: `halo_exchange` counts as the all-to-all that it is."""
     kinds = [collective.kind for collective in plan.collectives]
-    halos = sum(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
+    halos = sum(layout.has_halo for layouts in plan.planned.layouts.values() for layout in layouts.operands)
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
     return f"{halos} operands with halos; {counts}; predicted {1e3 * plan.step_time:.1f} ms"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from passes.ir.torch_compat import (
     no_fake_mode,
     torch_deprecations_ignored,
 )
-from passes.lower.add_early import add_early
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 aten = torch.ops.aten
@@ -250,3 +249,43 @@ def _check_order(expected: list[Launch], source: str) -> None:
             f"Inductor changed the collectives of a graph: {len(expected)} in the graph, {len(found)} in its "
             'code, or in another order\n  try: backend="eager"'
         )
+
+
+def add_early(module: fx.GraphModule, places: Collection[int]) -> fx.GraphModule:
+    """`module` with an input more, at the end, for each of the results at `places`, in their order: what is there so
+    far, to which the result is added in place and which is returned in its stead.
+
+    Added up by the caller, all results of a piece would live at once: as many bytes as all gradients have, which the
+    allocator takes from the system and gives back for every piece.
+    """
+    nodes = list(module.graph.nodes)
+    results = list(nodes[-1].args[0])  # type: ignore[arg-type]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.node_copy(node)
+    so_far: dict[int, fx.Node] = {}
+    for place in sorted(places):
+        so_far[place] = graph.placeholder(f"so_far_{place}")
+        so_far[place].meta["val"] = results[place].meta["val"]
+    sums: dict[int, fx.Node] = {}
+
+    def add(node: fx.Node) -> None:
+        for place, earlier in so_far.items():
+            if results[place] is node:
+                sums[place] = graph.call_function(aten.add_.Tensor, (earlier, copies[node]))
+                sums[place].meta = dict(node.meta)
+
+    for node in nodes[:-1]:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        add(node)
+    graph.output(
+        tuple(
+            sums.get(place, None if result is None else copies[result])
+            for place, result in enumerate(results)
+        )
+    )
+    graph.lint()
+    return fx.GraphModule(module, graph)

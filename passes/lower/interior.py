@@ -28,7 +28,7 @@ from passes.ir.joint import JointGraph, map_operands, result_index, tensor_opera
 from passes.ir.op_traits import is_use
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Span
-from passes.plan.transfers import Transfer
+from passes.plan.planned_graph import Transfer
 from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.core.rule import LocalContext, OpRule
 from passes.rules.core.rule_registry import rules_of

@@ -1,16 +1,19 @@
-"""One op on one rank: what its rule sees while it is emitted."""
+"""What is emitted on one rank: an op as its rule sees it, what a redistribution brings, and what that is for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import node_value
+from passes.ir.joint import JointGraph, node_value, tensor_operands
+from passes.ir.torch_compat import last_node
 from passes.layout.assignment import FactorSplit, NodeLayouts
+from passes.layout.layout import Span
 from passes.rules.core.rule import OpRule
 
 Emit = Callable[[fx.Node, Callable[..., Any], Sequence[Any], dict[str, Any]], fx.Node]
@@ -48,3 +51,75 @@ class OpOnRank:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.emit(self.node, target, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A redistribution as emitted. own: what was moved, of these spans; first: the first node of the move; number: of
+    the transfer."""
+
+    own: fx.Node
+    spans: Sequence[Span]
+    first: fx.Node
+    number: int
+
+    @property
+    def _received(self) -> list[fx.Node]:
+        """The wait and all that is made of what has arrived."""
+        found: dict[fx.Node, None] = {}
+        node = self.first
+        while node.op == "call_function" and node.meta.get("transfer") == self.number:
+            after_wait = node.target is torch.ops._c10d_functional.wait_tensor.default
+            if after_wait or any(n in found for n in node.all_input_nodes):
+                found[node] = None
+            node = node.next
+        return list(found)
+
+    @property
+    def unread(self) -> bool:
+        """Whether nothing emitted so far reads what arrives."""
+        received = self._received
+        return all(user in received for node in received for user in node.users)
+
+    def put_off(self, graph: fx.Graph) -> None:
+        """Let what arrives come after all that is emitted so far."""
+        for node in self._received:
+            last_node(graph).append(node)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a collective is for, as a profiler shows it.
+
+    parameters: placeholder -> the parameter's name in the model. ends: per operand of the output node
+    the parameter of which it is the gradient, else None.
+    """
+
+    parameters: Mapping[fx.Node, str]
+    ends: Sequence[str | None]
+
+    @staticmethod
+    def of(joint: JointGraph) -> Served:
+        inputs = zip(joint.placeholders, joint.inputs, strict=True)
+        parameters = {node: spec.name for node, spec in inputs if spec.kind == "param"}
+        ends = zip(joint.outputs, joint.results, strict=True)
+        graded = set(parameters.values())
+        return Served(
+            parameters,
+            [
+                end.name if end.kind == "grad" and end.name in graded else None
+                for end, result in ends
+                if result is not None
+            ],
+        )
+
+    def name(self, operand: fx.Node, reader: fx.Node, position: int) -> str:
+        """The parameter moved, or whose gradient is moved, or else the module that needs the value."""
+        parameter = self.ends[position] if reader.op == "output" else self._behind(operand)
+        module = reader.meta.get("module") or operand.meta.get("module")
+        return str(parameter or module or operand.name)
+
+    def _behind(self, node: fx.Node) -> str | None:
+        while node.op == "call_function" and len(tensor_operands(node)) == 1:
+            node = tensor_operands(node)[0]
+        return self.parameters.get(node)

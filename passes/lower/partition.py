@@ -17,13 +17,10 @@ from passes.ir.joint import JointGraph, map_operands, node_value, result_index, 
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_node
-from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout, Span
-from passes.lower.arrivals import Arrival
 from passes.lower.interior import exchange_before, in_parts, interior_of
-from passes.lower.op_on_rank import OpOnRank
-from passes.lower.served import Served
-from passes.plan.transfers import LoweringPlan, Transfer
+from passes.lower.op_on_rank import Arrival, OpOnRank, Served
+from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rules_of
@@ -49,18 +46,17 @@ class RankGraph:
 @collector_paused()
 def partition(
     joint: JointGraph,
-    assignment: Assignment,
+    planned: PlannedGraph,
     mesh: MeshSpec,
     rank: int,
     groups: Mapping[tuple[str, ...], str],
-    lowering: LoweringPlan,
 ) -> RankGraph:
     """The graph that `rank` runs.
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
-    the one the op reads, the steps of `lowering` are emitted before it, and their nodes get its turn, and
+    the one the op reads, the steps of `planned` are emitted before it, and their nodes get its turn, and
     those of further steps that of a later one (`passes.schedule.later_steps`).
-    `groups` names the process group of every tuple of axes. Ops of `lowering.interiors` are computed in parts, so that
+    `groups` names the process group of every tuple of axes. Ops of `planned.interiors` are computed in parts, so that
     a halo travels meanwhile (`passes.lower.interior`).
 
         %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
@@ -70,10 +66,8 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    later = later_places(joint, assignment, lowering.steps, lowering.turns)
-    writer = _Writer(
-        assignment, mesh, rank, groups, lowering, Served.of(joint), later, joint.calls, rules_of(joint)
-    )
+    later = later_places(joint, planned)
+    writer = _Writer(planned, mesh, rank, groups, Served.of(joint), later, joint.calls, rules_of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -99,11 +93,10 @@ class _Written:
 
 @dataclass
 class _Writer:
-    assignment: Assignment
+    planned: PlannedGraph
     mesh: MeshSpec
     rank: int
     groups: Mapping[tuple[str, ...], str]
-    lowering: LoweringPlan
     served: Served
     later: Mapping[Transfer, tuple[int, ...]]
     calls: FakeCalls
@@ -139,7 +132,7 @@ class _Writer:
     def _placeholder(self, node: fx.Node) -> fx.Node:
         local = self.graph.placeholder(node.name)
         value = node_value(node)
-        layout = self.assignment[node.name].results[0]
+        layout = self.planned.layouts[node.name].results[0]
         shape = layout.local_shape(value.shape, self.mesh, self.rank)
         local.meta = _meta(node)
         kind = {"dtype": value.dtype, "device": value.device}
@@ -163,11 +156,11 @@ class _Writer:
     def _op(self, node: fx.Node) -> Any:
         operands = self._operands(node)
         args, kwargs = map_operands(node, operands)
-        layouts = self.assignment[node.name]
+        layouts = self.planned.layouts[node.name]
         every = self.rules[node]
         rule = every.splitting(split.factor for split in layouts.splits)
         context = OpOnRank(self._emit, self.mesh, self.rank, node, args, kwargs, rule, layouts)
-        interiors = self.lowering.interiors
+        interiors = self.planned.interiors
         if node.name in interiors:
             parts = self._in_parts(context, rule, interiors[node.name], operands)
             if parts is not None:
@@ -208,7 +201,7 @@ class _Writer:
         arrivals: list[Arrival] = []
         for t, d in rule.windows:
             if t < len(operands) and rule.operands[t][d] == (factor,):
-                found = exchange_before(context.node, t, self.assignment)
+                found = exchange_before(context.node, t, self.planned.layouts)
                 arrival = self.arrivals.get((found[0].name, found[1])) if found else None
                 if arrival is None or not arrival.unread:
                     return None
@@ -222,7 +215,7 @@ class _Writer:
         return in_parts(context, rule, factor, operands, own, inner, arrive)  # type: ignore[arg-type]
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
-        wanted = self.assignment[node.name].operands
+        wanted = self.planned.layouts[node.name].operands
         return [
             self._redistributed(operand, layout, node, position)
             for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True))
@@ -230,20 +223,20 @@ class _Writer:
 
     def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node, position: int) -> fx.Node:
         producer, index = result_index(operand)
-        held = self.assignment[producer.name].results[index]
+        held = self.planned.layouts[producer.name].results[index]
         local = self.local[operand]
         if held == wanted:
             return local
         value = node_value(operand)
         transfer = reader.name, position
-        steps = self.lowering.steps[transfer]
+        steps = self.planned.steps[transfer]
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         if reader.op == "output" and "runs" in meta:
             meta["runs"] = "piece" if is_of_piece(operand) else "after"
         elif is_piece(reader):
             meta["runs"] = "before"
-        meta |= order_of(transfer, self.lowering, self.later)
+        meta |= order_of(transfer, self.planned, self.later)
         # The order of a bucket's members: a rank's own graph may not show it, as ranks read different members.
         meta["transfer"] = len(self.transfers)
         self.transfers.append(transfer)
@@ -265,14 +258,14 @@ class _Writer:
 
 
 def order_of(
-    transfer: Transfer, lowering: LoweringPlan, later: Mapping[Transfer, tuple[int, ...]]
+    transfer: Transfer, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
 ) -> dict[str, Any]:
     """What the nodes of a transfer say of when it runs. later: of `passes.schedule.later_steps`."""
-    order: dict[str, Any] = {"turn": lowering.turns[transfer]}
+    order: dict[str, Any] = {"turn": planned.turns[transfer]}
     if transfer in later:
         order["later"] = later[transfer]
-    if transfer in lowering.ahead:
-        order["ahead"] = lowering.ahead[transfer]
+    if transfer in planned.ahead:
+        order["ahead"] = planned.ahead[transfer]
     return order
 
 

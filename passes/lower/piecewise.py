@@ -15,7 +15,7 @@ from passes.lower.phases import extract, unaliased
 from passes.lower.rank_program import RankProgram
 
 _BACKWARD = 2
-"""Turn of the first collectives of which only gradients are made (`passes.plan.transfers.Turn`)."""
+"""Turn of the first collectives of which only gradients are made (`passes.plan.planned_graph.Turn`)."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from passes.compile.join_linears import JoinConvolutions
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
 from passes.ir.rewrite import duplicate_module
-from passes.layout.assignment import Assignment
 from passes.lower.missing_tangents import usually_missing, without_tangents
 from passes.lower.partition import RankGraph, partition
 from passes.lower.phases import Backward, Phases, split_phases
-from passes.plan.transfers import LoweringPlan
+from passes.plan.planned_graph import PlannedGraph
 from passes.schedule.schedule import scheduled
 from passes.states.compute_again import compute_again
 
@@ -29,8 +28,7 @@ Schedule = Callable[[fx.GraphModule], fx.GraphModule]
 
 def rank_program(
     joint: JointGraph,
-    assignment: Assignment,
-    lowering: LoweringPlan,
+    planned: PlannedGraph,
     mesh: MeshSpec,
     rank: int,
     groups: Mapping[tuple[str, ...], str],
@@ -39,12 +37,12 @@ def rank_program(
 ) -> RankProgram:
     """What `rank` runs: partitioned, lowered, split into forward and backward, collectives merged and in order.
 
-    assignment, lowering: of one plan. No price is read, so equal plans give equal programs. groups: axes, in mesh
+    No price is read, so equal plans give equal programs. groups: axes, in mesh
     order, -> name of their process group. schedule: the order in which each phase runs. The graphs are bound to
     `joint.device`.
     """
-    joint = compute_again(joint, lowering.again)
-    local = partition(joint, assignment, mesh, rank, groups, lowering)
+    joint = compute_again(joint, planned.again)
+    local = partition(joint, planned, mesh, rank, groups)
     bind_device(local.module, joint.device)
     return RankProgram.of(local, joint.inputs, joint.outputs, schedule)
 

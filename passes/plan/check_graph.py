@@ -11,8 +11,8 @@ from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.assignment import Assignment
 from passes.lower.interior import possible_interiors
 from passes.plan.describe import op_counts, shapes_of
-from passes.plan.records import NodeRecord, layouts_of, lowering_of
-from passes.plan.transfers import LoweringPlan, by_segment, transfers
+from passes.plan.planned_graph import NodeRecord, PlannedGraph
+from passes.plan.transfers import by_segment, transfers
 from passes.strategies.cuts import ops_of
 
 _PARTS = ("forward", "backward")
@@ -24,29 +24,25 @@ _PARTS_OF_PIECES = (
 )
 
 
-def graph_problems(records: Sequence[NodeRecord], joint: JointGraph) -> Iterator[str]:
-    """Where whole records (`autoshard.plan.plan_check`) are not of `joint`, with what runs again, in sentences."""
-    yield from _records_that_differ(records, joint)
-    yield from _lowering_problems(joint, layouts_of(records), lowering_of(records))
-
-
-def _lowering_problems(joint: JointGraph, assignment: Assignment, lowering: LoweringPlan) -> Iterator[str]:
-    """What of `lowering` cannot be of `joint`, in sentences. Its records are whole and of this
-    graph: every transfer has steps that lead where they should, and a turn after those that it needs."""
+def graph_problems(planned: PlannedGraph, joint: JointGraph) -> Iterator[str]:
+    """Where a graph whose records are whole (`autoshard.plan.plan_check`) is not of `joint`, with what runs again, in
+    sentences."""
+    yield from _records_that_differ(planned.nodes, joint)
+    assignment = planned.layouts
     unknown = list(_unknown_factors(joint, assignment))
     yield from unknown
     names = _PARTS if joint.pieces == 1 else _PARTS_OF_PIECES
     for number, (_, moves) in enumerate(by_segment(joint, transfers(joint, assignment))):
         for move in moves:
-            phase = lowering.turns[move.transfer][0]
+            phase = planned.turns[move.transfer][0]
             if phase != number:
                 reader, position = move.transfer
                 said = names[phase] if phase < len(names) else f"part {phase} of the step"
                 yield f"operand {position} of node {reader} has a turn in the {said}"
-    if unknown or not lowering.interiors:
+    if unknown or not planned.interiors:
         return
-    possible = {p.node.name: p.factor for p in possible_interiors(joint, assignment, lowering.steps)}
-    for name, factor in lowering.interiors.items():
+    possible = {p.node.name: p.factor for p in possible_interiors(joint, assignment, planned.steps)}
+    for name, factor in planned.interiors.items():
         if possible.get(name) != factor:
             yield f"node {name} cannot be computed in parts along {factor}"
 

@@ -1,43 +1,63 @@
-"""Once, after the search: how its layouts are lowered. The last that reads a price."""
+"""Once, after the search: how its layouts are brought about. The last that reads a price."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
+from torch import fx
+
+from cost_model.timed import Priced
 from passes.ir.collector import collector_paused
-from passes.ir.joint import JointGraph, node_value, node_values
-from passes.layout.assignment import Assignment
+from passes.ir.joint import (
+    GraphInput,
+    JointGraph,
+    node_value,
+    node_values,
+    repeats,
+    result_index,
+    tensor_operands,
+)
+from passes.ir.op_traits import read_repeats
+from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.interior import PossibleInterior, possible_interiors
-from passes.plan.transfers import LoweringPlan, Transfer, transfers
+from passes.plan.describe import escaped, op_name, op_text, shapes_of
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord, Transfer
+from passes.plan.transfers import transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
-from passes.schedule.hiding import hidden_reads
-from passes.schedule.issue_order import IssueOrder, issue_order
-from passes.states.compute_again import copies_in
+from passes.schedule.hiding import HiddenReads, hidden_reads
+from passes.schedule.issue_order import IssueOrder
 from passes.strategies.prices import Prices, local_nbytes
+from passes.strategies.traffic import fused_group
 
-Moved = Mapping[Transfer, Redistribution]
+Ways = Mapping[Transfer, Redistribution]
 """Every transfer -> its steps, with the prices that they were chosen by."""
 
 
 @collector_paused()
-def decide_lowering(joint: JointGraph, assignment: Assignment, prices: Prices) -> tuple[LoweringPlan, Moved]:
-    """The cheapest steps, the buckets that make a step shorter, and the interiors worth it, under `prices`."""
-    moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
-    order = bucketed_order(joint, assignment, prices, moved)
-    interiors = find_interiors(joint, assignment, prices, moved)
-    return replace(lowered_by(moved, order, interiors), again=copies_in(joint)), moved
+def decide(joint: JointGraph, assignment: Assignment, prices: Prices) -> PlannedGraph:
+    """The cheapest steps, the buckets that make a step shorter, and the interiors worth it, under `prices`.
+
+    Prices come from the assignment itself, not from the search: the sum of all seconds is the plan's cost, counted a
+    second way.
+    """
+    ways = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
+    order = bucketed_order(joint, assignment, prices, ways)
+    interiors = find_interiors(joint, assignment, prices, ways)
+    planned = PlannedGraph(_Writer(joint, assignment, prices, ways, order, interiors).nodes())
+    vars(planned)["layouts"] = assignment  # as it reads them: a search knows what it judged by the object
+    return planned
 
 
 def chosen_steps(
     joint: JointGraph, assignment: Assignment, alone: Redistributor, merged: Redistributor | None = None
-) -> Moved:
+) -> Ways:
     """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
     bring (`passes.schedule.hiding.hidden_reads`): such transfers share buckets, so their prices differ."""
     ending = frozenset[Transfer]()
     if merged is not None:
-        ending = joint.known("hidden reads", lambda: hidden_reads(joint)).ending
+        ending = _hidden(joint).ending
     found: dict[Transfer, Redistribution] = {}
     for move in transfers(joint, assignment):
         value = node_value(move.operand)
@@ -46,35 +66,28 @@ def chosen_steps(
     return found
 
 
-def lowered_by(moved: Moved, order: IssueOrder, interiors: Mapping[str, str] | None = None) -> LoweringPlan:
-    return LoweringPlan(
-        {t: found.steps for t, found in moved.items()}, order.turns, interiors or {}, order.ahead
-    )
-
-
-def unmerged(joint: JointGraph, assignment: Assignment, redistributor: Redistributor) -> LoweringPlan:
-    """The steps that `redistributor` chooses, every collective alone, every op in one part."""
-    return lowered_by(chosen_steps(joint, assignment, redistributor), issue_order(joint, assignment))
+def _hidden(joint: JointGraph) -> HiddenReads:
+    return joint.known("hidden reads", lambda: hidden_reads(joint))
 
 
 def find_interiors(
     joint: JointGraph,
     assignment: Assignment,
     prices: Prices,
-    moved: Mapping[Transfer, Redistribution],
+    ways: Ways,
 ) -> Mapping[str, str]:
-    """Ops worth computing in parts, by name -> the factor whose parts they are. moved: every transfer's steps."""
-    steps = {transfer: found.steps for transfer, found in moved.items()}
+    """Ops worth computing in parts, by name -> the factor whose parts they are."""
+    steps = {transfer: way.steps for transfer, way in ways.items()}
     return {
         found.node.name: found.factor
         for found in possible_interiors(joint, assignment, steps)
-        if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges)) > 0.0
+        if _gain(found, assignment, prices, sum(ways[t].seconds for t in found.exchanges)) > 0.0
     }
 
 
-def _gain(found: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float) -> float:
+def _gain(one: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float) -> float:
     """Seconds saved: what is hidden, less what it takes. No more than half of the op is taken to be interior."""
-    node, mesh = found.node, prices.mesh
+    node, mesh = one.node, prices.mesh
     layouts = assignment[node.name]
     hidden = prices.overlap_efficiency * min(exchanged, 0.5 * prices.op_seconds(node, layouts))
     nbytes = sum(
@@ -84,3 +97,110 @@ def _gain(found: PossibleInterior, assignment: Assignment, prices: Prices, excha
     )
     copied = prices.compute.kernel_seconds(0.0, 2.0 * nbytes, "float32", None)
     return hidden - copied - 3 * prices.compute.launch_seconds
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """The nodes of a planned graph."""
+
+    joint: JointGraph
+    assignment: Assignment
+    prices: Prices
+    ways: Ways
+    order: IssueOrder
+    interiors: Mapping[str, str]
+
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        priced, trained = self._priced(), self.joint.trained
+        ends = dict(zip(self.joint.placeholders, self.joint.inputs, strict=True))
+        nodes = [node for node in self.joint.graph.nodes if result_index(node)[0] is node]
+        return tuple(
+            self._placeholder(node, ends[node], node in trained)
+            if node in ends
+            else self._op(node, priced[node.name])
+            if node.name in priced
+            else self._output(node)
+            for node in nodes
+        )
+
+    def _priced(self) -> dict[str, Priced]:
+        """Where the price of each op comes from. What was timed of ops that are computed in one loop is what all of
+        them take together."""
+        prices = self.prices
+        ops = [n for n in self.joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n]
+        alone: dict[str, Priced] = {
+            node.name: prices.op_priced(node, self.assignment[node.name]) for node in ops
+        }
+        found = dict(alone)
+        for node in ops:
+            if alone[node.name] != "modelled" and prices.traffic(node).group:
+                group = fused_group(node)
+                found |= {} if group is None else {inner.name: alone[node.name] for inner in group.inner}
+        return found
+
+    def _placeholder(self, node: fx.Node, spec: GraphInput, trained: bool) -> NodeRecord:
+        prices, layouts = self.prices, self.assignment[node.name]
+        text = spec.name if spec.kind in ("tangent", "seed") else f"{spec.kind} {spec.name}"
+        nbytes = local_nbytes(layouts.results[0], node, 0, prices.mesh)
+        return NodeRecord(
+            name=node.name,
+            op=spec.kind,
+            text=escaped(text),
+            operands=(),
+            results=_results(node, layouts),
+            splits=(),
+            seconds=prices.optimizer_seconds(nbytes) if trained else 0.0,
+            phase="backward" if spec.kind == "tangent" else "forward",
+            module="",
+            source="",
+        )
+
+    def _op(self, node: fx.Node, priced: Priced) -> NodeRecord:
+        layouts = self.assignment[node.name]
+        return NodeRecord(
+            name=node.name,
+            op=op_name(node),
+            text=op_text(node),
+            operands=self._operands(node),
+            results=_results(node, layouts),
+            splits=layouts.splits,
+            seconds=repeats(node) * self.prices.op_seconds(node, layouts),
+            phase=node.meta.get("phase", "forward"),
+            module=node.meta.get("module", ""),
+            source=node.meta.get("source", ""),
+            interior=self.interiors.get(node.name),
+            priced=priced,
+        )
+
+    def _output(self, node: fx.Node) -> NodeRecord:
+        return NodeRecord("output", "output", "", self._operands(node), (), (), 0.0, "backward", "", "")
+
+    def _operands(self, node: fx.Node) -> tuple[OperandRecord, ...]:
+        found: list[OperandRecord] = []
+        hides, order = _hidden(self.joint).hides, self.order
+        wanted = self.assignment[node.name].operands
+        for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
+            producer, index = result_index(operand)
+            read = node.name, position
+            moved = self._moved(read, read_repeats(node, operand))
+            when = order.turns.get(read), order.ahead.get(read)
+            found.append(OperandRecord(producer.name, index, layout, moved, read in hides, *when))
+        return tuple(found)
+
+    def _moved(self, read: Transfer, times: int) -> tuple[Reshard, ...]:
+        way = self.ways.get(read)
+        if way is None:
+            return ()
+        steps = zip(way.steps, way.step_nbytes, way.step_seconds, strict=True)
+        priced = self.prices.collective_priced
+        return tuple(
+            Reshard.of(step, nbytes, times * seconds, priced(step.kind, step.axes, nbytes))
+            for step, nbytes, seconds in steps
+        )
+
+
+def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:
+    return tuple(
+        ResultRecord(shape, dtype, layout)
+        for (shape, dtype), layout in zip(shapes_of(node), layouts.results, strict=True)
+    )

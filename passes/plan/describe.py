@@ -1,70 +1,21 @@
-"""A planned joint graph written down as records: every node, its layouts, prices and transfers."""
+"""A graph in words: its hash, the names and texts of its ops, and the text of a planned one."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import fx
 
-from cost_model.timed import Priced
-from passes.ir.collector import collector_paused
-from passes.ir.joint import (
-    GraphInput,
-    JointGraph,
-    map_operands,
-    node_values,
-    repeats,
-    result_index,
-    tensor_operands,
-)
-from passes.ir.op_traits import read_repeats
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.plan.decide import Moved
-from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
-from passes.plan.transfers import LoweringPlan
-from passes.plan.transfers import Transfer as Read
-from passes.redistribution.redistribute import Redistribution
+from cost_model.memory import format_seconds
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph, map_operands, node_values, result_index, tensor_operands
+from passes.layout.joined_axes import JoinedAxes, joined_text
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, ResultRecord
 from passes.rules.core.rule_registry import is_fallback
-from passes.schedule.hiding import hidden_reads
-from passes.strategies.prices import Prices, local_nbytes
-from passes.strategies.traffic import fused_group
-
-
-@collector_paused()
-def describe(
-    joint: JointGraph,
-    assignment: Assignment,
-    lowering: LoweringPlan,
-    moved: Moved,
-    prices: Prices,
-) -> tuple[NodeRecord, ...]:
-    """One record per node of `joint`, `getitem`s left out, in the graph's order. lowering, moved: of `decide_lowering`.
-
-    Prices come from the assignment itself, not from the search: the sum of all seconds is the
-    plan's cost, counted a second way.
-    """
-    kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
-    trained = joint.trained
-    writer = _Writer(assignment, lowering, moved, prices, hidden_reads(joint).hides)
-    records: list[NodeRecord] = []
-    for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
-        elif node.op == "output":
-            records.append(writer.output(node))
-        elif result_index(node)[0] is node:
-            records.append(writer.op(node))
-    grouped = _priced_in_groups(joint, {record.name: record.priced for record in records}, prices)
-    return tuple(
-        replace(record, priced=grouped[record.name]) if record.name in grouped else record
-        for record in records
-    )
 
 
 def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
@@ -76,7 +27,7 @@ def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
 def op_counts(joint: JointGraph) -> Counter[str]:
     """How often each op occurs, by its name and the dtype of its first result: "contract bf16"."""
     nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
-    return Counter(f"{_op_name(node)} {shapes_of(node)[0][1]}" for node in nodes)
+    return Counter(f"{op_name(node)} {shapes_of(node)[0][1]}" for node in nodes)
 
 
 def graph_hash(joint: JointGraph) -> str:
@@ -122,105 +73,19 @@ def _portable(value: Any) -> str:
     return str(value)
 
 
-def _priced_in_groups(joint: JointGraph, priced: Mapping[str, Priced], prices: Prices) -> dict[str, Priced]:
-    """Where the prices of ops come from that are computed in the loop of one that was timed: what they take together
-    is what was timed. priced: of every op alone."""
-    found: dict[str, Priced] = {}
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or priced.get(node.name, "modelled") == "modelled":
-            continue
-        group = fused_group(node) if prices.traffic(node).group else None
-        found |= {} if group is None else {inner.name: priced[node.name] for inner in group.inner}
-    return found
-
-
-def _placeholder(
-    node: fx.Node, spec: GraphInput, layouts: NodeLayouts, prices: Prices, trained: bool
-) -> NodeRecord:
-    layout = layouts.results[0]
-    text = spec.name if spec.kind in ("tangent", "seed") else f"{spec.kind} {spec.name}"
-    seconds = prices.optimizer_seconds(local_nbytes(layout, node, 0, prices.mesh)) if trained else 0.0
-    phase = "backward" if spec.kind == "tangent" else "forward"
-    return NodeRecord(
-        node.name, spec.kind, _escaped(text), (), _results(node, layouts), (), seconds, phase, "", ""
-    )
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Records of ops and of the output. hides: the reads whose transfers may run behind computation."""
-
-    assignment: Assignment
-    lowering: LoweringPlan
-    moved: Moved
-    prices: Prices
-    hides: frozenset[Read]
-
-    def op(self, node: fx.Node) -> NodeRecord:
-        prices, layouts = self.prices, self.assignment[node.name]
-        return NodeRecord(
-            name=node.name,
-            op=_op_name(node),
-            text=_op_text(node),
-            operands=self._operands(node),
-            results=_results(node, layouts),
-            splits=layouts.splits,
-            seconds=repeats(node) * prices.op_seconds(node, layouts),
-            phase=node.meta.get("phase", "forward"),
-            module=node.meta.get("module", ""),
-            source=node.meta.get("source", ""),
-            interior=self.lowering.interiors.get(node.name),
-            priced=prices.op_priced(node, layouts),
-        )
-
-    def output(self, node: fx.Node) -> NodeRecord:
-        return NodeRecord("output", "output", "", self._operands(node), (), (), 0.0, "backward", "", "")
-
-    def _operands(self, node: fx.Node) -> tuple[OperandRecord, ...]:
-        found: list[OperandRecord] = []
-        wanted = self.assignment[node.name].operands
-        for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
-            producer, index = result_index(operand)
-            read = node.name, position
-            transfers = _transfers(self.moved.get(read), self.prices, read_repeats(node, operand))
-            turn = self.lowering.turns.get(read)
-            ahead = self.lowering.ahead.get(read)
-            found.append(
-                OperandRecord(producer.name, index, layout, transfers, read in self.hides, turn, ahead)
-            )
-        return tuple(found)
-
-
-def _transfers(moved: Redistribution | None, prices: Prices, times: int) -> tuple[Transfer, ...]:
-    if moved is None:
-        return ()
-    ways = zip(moved.steps, moved.step_nbytes, moved.step_seconds, strict=True)
-    return tuple(
-        Transfer.of(step, nbytes, times * seconds, prices.collective_priced(step.kind, step.axes, nbytes))
-        for step, nbytes, seconds in ways
-    )
-
-
-def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:
-    return tuple(
-        ResultRecord(shape, dtype, layout)
-        for (shape, dtype), layout in zip(shapes_of(node), layouts.results, strict=True)
-    )
-
-
-def _op_name(node: fx.Node) -> str:
+def op_name(node: fx.Node) -> str:
     namespace, _, name = str(node.target).partition(".")
     name = name.removesuffix(".default")
     return name if namespace == "autoshard" else f"{namespace}.{name}"
 
 
-def _op_text(node: fx.Node) -> str:
+def op_text(node: fx.Node) -> str:
     tokens = [f"\0{i}\0" for i in range(len(tensor_operands(node)))]
     args, kwargs = map_operands(node, [_Token(token) for token in tokens])
     shown = [_shown(a) for a in args] + [
         f"{k}={_shown(v)}" for k, v in kwargs.items() if not _is_placement(k, v)
     ]
-    text = _escaped(f"{_op_name(node)}({', '.join(shown)})")
+    text = escaped(f"{op_name(node)}({', '.join(shown)})")
     for i, token in enumerate(tokens):
         text = text.replace(token, f"{{{i}}}")
     return text
@@ -245,5 +110,90 @@ def _shown(value: Any) -> str:
     return short_dtype(value) if isinstance(value, torch.dtype) else str(value)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
+
+
+def format_graph(
+    planned: PlannedGraph,
+    mesh: MeshSpec,
+    *,
+    seconds: bool = True,
+    joined: JoinedAxes = (),
+    raced: int = 0,
+) -> str:
+    """The planned graph, forward then backward. With `seconds=False` no prices (golden files).
+
+    `use` nodes are not printed: what they redistribute appears as collectives on the value. raced: of how many
+    plans that ran it is the fastest.
+    """
+    writer = _Writer(planned.nodes, seconds)
+    body = "\n".join(f"  {line}" for line in writer.lines())
+    together = f"  // axes searched together: {joined_text(joined)}" if joined else ""
+    return f"{mesh}{together}{raced_mark(raced if seconds else 0)}\ngraph joint {{\n{body}\n}}\n"
+
+
+def raced_mark(count: int) -> str:
+    """Behind the mesh, of a plan that is the fastest of so many that ran; 0: none did."""
+    return f"  // raced: the fastest of {count} by the clock" if count else ""
+
+
+class _Writer:
+    def __init__(self, records: Sequence[NodeRecord], seconds: bool) -> None:
+        self._records = records
+        self._seconds = seconds
+        self._by_name = {record.name: record for record in records}
+        self._shown: dict[tuple[str, int], str] = {}  # value -> the name it is printed by
+        self._copies: dict[str, int] = {}
+
+    def lines(self) -> Iterator[str]:
+        backward = False
+        for record in self._records:
+            if record.phase == "backward" and record.operands and not backward:
+                backward = True
+                yield "// backward"
+            yield from self._node(record)
+
+    def _node(self, record: NodeRecord) -> Iterator[str]:
+        names: list[str] = []
+        for operand in record.operands:
+            lines, name = self._operand(operand)
+            yield from lines
+            names.append(name)
+        if record.op == "use":
+            self._shown[record.name, 0] = names[0]
+            return
+        if record.op == "output":
+            yield f"return ({', '.join(names)})"
+            return
+        yield self._line(record, names)
+
+    def _operand(self, operand: OperandRecord) -> tuple[list[str], str]:
+        name = self._value(operand.source, operand.result)
+        shape = self._by_name[operand.source].results[operand.result]
+        lines: list[str] = []
+        for transfer in operand.transfers:
+            copy = self._copy(name)
+            value = ResultRecord(shape.shape, shape.dtype, transfer.after)
+            lines.append(self._priced(f"{copy}: {value} = {transfer.step.text(name)}", transfer.seconds))
+            name = copy
+        return lines, name
+
+    def _line(self, record: NodeRecord, names: Sequence[str]) -> str:
+        kinds = ", ".join(str(result) for result in record.results)
+        value = kinds if len(record.results) == 1 else f"({kinds})"
+        return self._priced(f"%{record.name}: {value} = {record.text.format(*names)}", record.seconds)
+
+    def _priced(self, line: str, seconds: float) -> str:
+        return f"{line}  // {format_seconds(seconds)}" if self._seconds and seconds > 0 else line
+
+    def _value(self, source: str, result: int) -> str:
+        if (source, result) in self._shown:
+            return self._shown[source, result]
+        many = len(self._by_name[source].results) > 1
+        return f"%{source}[{result}]" if many else f"%{source}"
+
+    def _copy(self, name: str) -> str:
+        base = name.split(".")[0]
+        self._copies[base] = self._copies.get(base, 0) + 1
+        return f"{base}.{self._copies[base]}"

@@ -1,9 +1,9 @@
-"""The redistributions that layouts ask for, of which phase each is, and how a plan brings them about."""
+"""The redistributions that layouts ask for, and of which phase each is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -12,14 +12,7 @@ from passes.ir.op_traits import is_of_piece, is_piece
 from passes.ir.phase_ops import segments
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
-from passes.redistribution.steps import Step
-
-Transfer = tuple[str, int]
-"""(global name of the reader, which of its tensor operands)."""
-
-Turn = tuple[int, int]
-"""(0 in the forward, 1 in the backward; place in the phase's order). Where a batch is run in pieces: 0 before them, 1
-and 2 in forward and backward of each, 3 after. Meta "turn" of a transfer's nodes."""
+from passes.plan.planned_graph import Transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,24 +98,3 @@ def _part(move: Move, place: Mapping[fx.Node, int]) -> int:
     if not is_of_piece(move.operand):
         return _AFTER
     return place.get(result_index(move.operand)[0], _FORWARD)
-
-
-@dataclass(frozen=True)
-class LoweringPlan:
-    """steps:  every transfer, an operand read in another layout than it is held in, -> how it is brought there.
-    turns:     every transfer -> its place in the one order of all ranks; those of one turn are merged, a bucket.
-    interiors: ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut.
-    ahead:     transfers whose operand is at hand -> how many of their collectives are in flight at most when they
-    start.
-
-    again:     ops of the forward that the backward computes once more (`passes.states.compute_again`).
-
-    What else the forward saves and the backward computes again, where that costs nothing, follows from a rank's program
-    (`passes.lower.recompute`): it is not written down again.
-    """
-
-    steps: Mapping[Transfer, tuple[Step, ...]]
-    turns: Mapping[Transfer, Turn]
-    interiors: Mapping[str, str]
-    ahead: Mapping[Transfer, int] = field(default_factory=dict[Transfer, int])
-    again: tuple[str, ...] = ()

@@ -10,11 +10,10 @@ from msgspec import Struct, structs
 from cost_model.checked_arguments import Count, Seconds
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
-from passes.layout.assignment import Assignment
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.plan.transfers import LoweringPlan
+from passes.plan.planned_graph import PlannedGraph
 from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_pieces import alone, predict_pieces, update_seconds
 from passes.predict.predict_step import predict_phases, slowest_ranks
@@ -58,20 +57,17 @@ class StageFigures(Struct, frozen=True, forbid_unknown_fields=True):
 @collector_paused()
 def predict_stage(
     joint: JointGraph,
-    assignment: Assignment,
-    lowering: LoweringPlan,
+    planned: PlannedGraph,
     prices: Prices,
     received: Collection[str],
 ) -> StageFigures:
-    """joint: of the stage. lowering: of its plan. received: names of the values that come from the stage before."""
+    """joint: of the stage. received: names of the values that come from the stage before."""
     joint = replace(joint, device=CPU)  # it is never run
     mesh = prices.mesh
     groups = simulated_groups(mesh)
     found = [
-        _of_rank(
-            joint, rank_program(joint, assignment, lowering, mesh, rank, groups), prices, frozenset(received)
-        )
-        for rank in slowest_ranks(assignment, mesh)
+        _of_rank(joint, rank_program(joint, planned, mesh, rank, groups), prices, frozenset(received))
+        for rank in slowest_ranks(planned.layouts, mesh)
     ]
     slowest = max(found, key=lambda one: one.forward + one.backward)
     fullest = max(found, key=lambda one: one.peak)

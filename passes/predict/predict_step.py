@@ -14,7 +14,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.phases import Phases
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import Schedule, rank_program
-from passes.plan.transfers import LoweringPlan
+from passes.plan.planned_graph import PlannedGraph
 from passes.predict.memory_walk import memory_walk
 from passes.predict.predict_pieces import predict_pieces
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
@@ -39,15 +39,14 @@ __all__ = [
 @collector_paused()
 def predicted_step(
     joint: JointGraph,
-    assignment: Assignment,
-    lowering: LoweringPlan,
+    planned: PlannedGraph,
     prices: Prices,
     *,
     schedule: Schedule | None = None,
 ) -> Prediction:
     """The step of the slowest rank: the program that runs, under `prices`.
 
-    lowering: of the plan, as `assignment` is. schedule: the order in which each phase runs; None: `scheduled`.
+    schedule: the order in which each phase runs; None: `scheduled`.
     """
     mesh = prices.mesh
     joint = replace(joint, device=CPU)  # it is never run
@@ -55,7 +54,7 @@ def predicted_step(
     order = schedule or partial(scheduled, calls=joint.calls)
 
     def of_rank(rank: int) -> Prediction:
-        program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=order)
+        program = rank_program(joint, planned, mesh, rank, groups, schedule=order)
         eager = prices.traffic is eager_traffic
         of_phases = lambda phases: predict_phases(phases, prices, simulated_group_axes)
         if joint.pieces > 1:
@@ -70,7 +69,7 @@ def predicted_step(
             )
         return of_phases((program.joined() if eager else program).usual())
 
-    return slowest_step(of_rank(rank) for rank in slowest_ranks(assignment, mesh))
+    return slowest_step(of_rank(rank) for rank in slowest_ranks(planned.layouts, mesh))
 
 
 def slowest_step(ranks: Iterable[Prediction]) -> Prediction:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
+from torch import fx
+
+from cost_model.mesh import MeshSpec
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
-from passes.layout.assignment import Assignment
-from passes.lower.orders import Orders
-from passes.plan.transfers import LoweringPlan
+from passes.ir.rewrite import duplicate_module
+from passes.lower.partition import order_of
+from passes.lower.phases import Phases, split_phases
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.predict.predict_step import predict_phases, predicted_step, slowest_ranks, slowest_step
 from passes.predict.prediction import Prediction
+from passes.schedule.later_steps import later_places
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
 
@@ -19,28 +28,82 @@ from passes.strategies.traffic import eager_traffic
 class StepInOrders:
     """`predicted_step` of programs that differ in the order of their transfers, each of which is made but once."""
 
-    def __init__(self, joint: JointGraph, assignment: Assignment) -> None:
-        self._joint, self._assignment = replace(joint, device=CPU), assignment
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = replace(joint, device=CPU)
         self._orders: dict[int, Orders] = {}
 
     @collector_paused()
-    def predicted(self, lowering: LoweringPlan, prices: Prices) -> Prediction:
-        """Of the slowest rank. lowering, prices: what lowers the assignment under `prices`."""
+    def predicted(self, planned: PlannedGraph, prices: Prices) -> Prediction:
+        """Of the slowest rank. planned: under `prices`."""
         if self._joint.pieces > 1:
-            return predicted_step(self._joint, self._assignment, lowering, prices)
+            return predicted_step(self._joint, planned, prices)
         return slowest_step(
             predict_phases(
-                self._of_rank(rank, lowering, prices).program(lowering).usual(), prices, simulated_group_axes
+                self._of_rank(rank, planned, prices).program(planned).usual(), prices, simulated_group_axes
             )
-            for rank in slowest_ranks(self._assignment, prices.mesh)
+            for rank in slowest_ranks(planned.layouts, prices.mesh)
         )
 
-    def _of_rank(self, rank: int, lowering: LoweringPlan, prices: Prices) -> Orders:
+    def _of_rank(self, rank: int, planned: PlannedGraph, prices: Prices) -> Orders:
         known = self._orders.get(rank)
-        if known is not None and known.has(lowering):
+        if known is not None and known.has(planned):
             return known
         mesh, joined = prices.mesh, prices.traffic is eager_traffic
-        groups = simulated_groups(mesh)
-        made = Orders(self._joint, self._assignment, lowering, mesh, rank, groups, joined=joined)
-        self._orders[rank] = made
-        return made
+        self._orders[rank] = Orders(self._joint, planned, mesh, rank, simulated_groups(mesh), joined=joined)
+        return self._orders[rank]
+
+
+class Orders:
+    """Programs of one rank that differ in turns, and in how many transfers are in flight, and in nothing else.
+
+    planned: the first. joined: with the kernels that a program has which runs op by op. Others as of
+    `rank_program`.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        planned: PlannedGraph,
+        mesh: MeshSpec,
+        rank: int,
+        groups: Mapping[tuple[str, ...], str],
+        *,
+        joined: bool,
+    ) -> None:
+        self._planned = planned
+        self._joint = compute_again(joint, planned.again)
+        program = rank_program(self._joint, planned, mesh, rank, groups)
+        self._program = program.joined() if joined else program
+
+    def has(self, planned: PlannedGraph) -> bool:
+        """Whether that is the same program in another order: what moves, and in which phase, is the same."""
+        phases = lambda one: {transfer: turn[0] for transfer, turn in one.turns.items()}
+        content = lambda one: (phases(one), one.steps, one.interiors, one.layouts)
+        return content(planned) == content(self._planned)
+
+    def program(self, planned: PlannedGraph) -> RankProgram:
+        """In the order of `planned`, which it `has`."""
+        later = later_places(self._joint, planned)
+        ordered = lambda module: self._ordered(module, planned, later)
+        backward = self._split.backward
+        split = replace(
+            self._split,
+            forward=ordered(self._split.forward),
+            backward=None if backward is None else replace(backward, module=ordered(backward.module)),
+        )
+        return replace(self._program, split=split)
+
+    @cached_property
+    def _split(self) -> Phases:
+        return split_phases(self._program.local.module, self._program.inputs, self._program.outputs)
+
+    def _ordered(
+        self, module: fx.GraphModule, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
+    ) -> fx.GraphModule:
+        module = duplicate_module(module)
+        for node in module.graph.nodes:
+            if "transfer" in node.meta:
+                transfer = self._program.local.transfers[node.meta["transfer"]]
+                kept = {name: value for name, value in node.meta.items() if name not in ("ahead", "later")}
+                node.meta = kept | order_of(transfer, planned, later)
+        return module

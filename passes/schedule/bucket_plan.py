@@ -39,7 +39,8 @@ from torch import fx
 from cost_model.collectives import BucketedPrices, copies_seconds
 from passes.ir.joint import JointGraph, node_value, result_index
 from passes.layout.assignment import Assignment
-from passes.plan.transfers import Move, Transfer
+from passes.plan.planned_graph import Transfer
+from passes.plan.transfers import Move
 from passes.redistribution.redistribute import Redistribution
 from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
 from passes.schedule.issue_order import IssueOrder, Place, Side, issue_order

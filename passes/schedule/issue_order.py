@@ -38,7 +38,8 @@ from torch import fx
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_product
 from passes.layout.assignment import Assignment
-from passes.plan.transfers import Move, Transfer, Turn, by_segment, transfers
+from passes.plan.planned_graph import Transfer, Turn
+from passes.plan.transfers import Move, by_segment, transfers
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
 
 PREFETCH = 2

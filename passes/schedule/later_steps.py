@@ -16,28 +16,26 @@ All ranks find the same: by the graph, the layouts and the turns of the plan alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
-from passes.plan.transfers import Transfer, Turn, by_segment, transfers
-from passes.redistribution.steps import Step
+from passes.plan.planned_graph import PlannedGraph, Transfer
+from passes.plan.transfers import by_segment, transfers
 from passes.schedule.issue_order import closing
 
 
 def later_places(
     joint: JointGraph,
-    assignment: Assignment,
-    steps: Mapping[Transfer, Sequence[Step]],
-    turns: Mapping[Transfer, Turn],
+    planned: PlannedGraph,
 ) -> Mapping[Transfer, tuple[int, ...]]:
     """Of such transfers of several collectives: the place in its phase, as in `Turn`, at which each further one starts,
-    before what has its turn there. steps, turns: of the plan."""
-    count = {transfer: sum(step.kind is not None for step in ways) for transfer, ways in steps.items()}
+    before what has its turn there."""
+    turns = planned.turns
+    count = {transfer: sum(step.kind is not None for step in way) for transfer, way in planned.steps.items()}
     if max(count.values(), default=0) < 2:
         return {}
     found: dict[Transfer, tuple[int, ...]] = {}
-    for ops, moves in by_segment(joint, transfers(joint, assignment)):
+    for ops, moves in by_segment(joint, transfers(joint, planned.layouts)):
         ending = [move.transfer for move in closing(ops, joint, moves)]
         places = sorted({turns[transfer][1] for transfer in ending})
         end = max((turns[move.transfer][1] for move in moves), default=0) + 1

@@ -16,7 +16,7 @@ from passes.ir.properties import HasGraph, Property, described
 from passes.ir.rank_properties import OPS
 from passes.ir.torch_dispatch import input_nodes
 from passes.ir.torch_sizes import counts_as
-from passes.plan.transfers import Turn
+from passes.plan.planned_graph import Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
 from passes.schedule.transfer_roles import PhaseRoles, ops_that_end

@@ -27,7 +27,7 @@ from torch import fx
 from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.ir.op_traits import is_piece, is_product
 from passes.ir.phase_ops import segments
-from passes.plan.records import NodeRecord
+from passes.plan.planned_graph import NodeRecord
 from passes.schedule.hiding import HiddenReads
 from passes.solver.problem import Array
 

@@ -70,6 +70,16 @@ class StageGraph:
     sent: tuple[Crossing, ...]
     summed: Mapping[str, tuple[int, ...]]
 
+    @staticmethod
+    def only(joint: JointGraph) -> StageGraph:
+        """The one stage that is all of a call."""
+        ends = [*joint.inputs, *joint.outputs]
+        inputs, outputs = (
+            range(1 + max((end.index for end in ends if end.kind == kind), default=-1))
+            for kind in ("input", "output")
+        )
+        return StageGraph(0, 1, joint, tuple(inputs), tuple(outputs), (), (), {})
+
     @property
     def sent_nbytes(self) -> int:
         """Of the forward of one piece."""

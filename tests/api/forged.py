@@ -9,9 +9,9 @@ from msgspec import structs
 from torch import nn
 
 from autoshard import Plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.plan.decide import chosen_steps
-from passes.plan.records import Transfer
+from passes.plan.planned_graph import Reshard
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.issue_order import issue_order
 from tests.redistribution.layouts import link_prices
@@ -20,7 +20,7 @@ from tests.redistribution.layouts import link_prices
 def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: str, index: int) -> Plan:
     """`plan` with the pending sum of result `index` of node `name` read as if it were whole, and everything else made
     to fit: steps lead where they should, turns are in order."""
-    joint, layouts = canonical_capture(model, inputs, {}).joint, dict(plan.assignment)
+    joint, layouts = canonical_capture(model, inputs, {}).joint, dict(plan.planned.layouts)
     results = list(layouts[name].results)
     results[index] = structs.replace(results[index], partial=())
     layouts[name] = replace(layouts[name], results=tuple(results))
@@ -33,7 +33,7 @@ def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: s
                 structs.replace(
                     operand,
                     transfers=tuple(
-                        Transfer.of(step, 0, 0.0)
+                        Reshard.of(step, 0, 0.0)
                         for step in (moved[record.name, i].steps if (record.name, i) in moved else ())
                     ),
                     turn=turns.get((record.name, i)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from autoshard.plan.plan_memory import fold_numbers
 from autoshard.plan.plan_words import parameter_lines
 from cost_model.errors import PlanError
 from passes.layout.layout import Layout
-from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord
 from passes.redistribution.steps import AllReduce
 
 WHOLE = Layout(((), ()))
@@ -26,9 +27,7 @@ def node(
     name: str, op: str, text: str, module: str, *reads: str, phase: str = "forward", moved: bool = False
 ) -> NodeRecord:
     transfers = (
-        (Transfer.of(AllReduce(before=WHOLE, after=WHOLE, axes=("tp",), op="sum"), 64, 3e-6),)
-        if moved
-        else ()
+        (Reshard.of(AllReduce(before=WHOLE, after=WHOLE, axes=("tp",), op="sum"), 64, 3e-6),) if moved else ()
     )
     operands = tuple(OperandRecord(read, 0, WHOLE, transfers, False) for read in reads)
     return NodeRecord(
@@ -48,8 +47,12 @@ def layers(count: int) -> list[NodeRecord]:
     return found
 
 
+def part_of(records: Sequence[NodeRecord], name: str) -> str:
+    return explain_part(PlannedGraph(tuple(records)), name)
+
+
 def test_a_module_is_all_that_it_holds() -> None:
-    assert explain_part(layers(4), "layers.3").splitlines() == [
+    assert part_of(layers(4), "layers.3").splitlines() == [
         "layers.3: 2 nodes, 2 us forward, 0 ns backward",
         "collectives",
         "  forward  all_reduce     [tp] x1         64B      3 us  modelled",
@@ -63,7 +66,7 @@ def test_a_module_is_all_that_it_holds() -> None:
 
 
 def test_equal_layers_are_told_once() -> None:
-    assert explain_part(layers(32), "layers").splitlines() == [
+    assert part_of(layers(32), "layers").splitlines() == [
         "layers: 64 nodes, 64 us forward, 0 ns backward",
         "collectives",
         "  forward  all_reduce     [tp] x32    2.048KB     96 us  modelled",
@@ -79,7 +82,7 @@ def test_equal_layers_are_told_once() -> None:
 
 def test_near_names_are_proposed() -> None:
     with pytest.raises(PlanError) as caught:
-        explain_part(layers(4), "layers.3.up.wieght")
+        part_of(layers(4), "layers.3.up.wieght")
     assert str(caught.value) == (
         "explain('layers.3.up.wieght'): the plan has no node, parameter or module of that name\n"
         "  try: layers.3.up.weight or layers.2.up.weight or layers.1.up.weight"
@@ -170,5 +173,5 @@ def test_a_member_of_a_bucket_is_priced_as_one() -> None:
         for record in layers(4)
     ]
     moved = "reads %product1 through all_reduce[tp](): 64B, 3 us modelled"
-    assert explain_part(together, "relu1").splitlines()[1].strip() == f"{moved} more in a bucket of 2"
-    assert explain_part(together, "relu0").splitlines()[1].strip() == moved.replace("product1", "product0")
+    assert part_of(together, "relu1").splitlines()[1].strip() == f"{moved} more in a bucket of 2"
+    assert part_of(together, "relu0").splitlines()[1].strip() == moved.replace("product1", "product0")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from autoshard.plan import plan_cache
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, plan_path
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.profiles import slow_compute
@@ -44,7 +44,7 @@ def test_the_second_time_nothing_is_searched() -> None:
     one, two = Searches(task()), Searches(task())
     first, second = cached_plan(one.task, one), cached_plan(two.task, two)
     assert (one.count, two.count) == (1, 0)
-    assert second == first and second.assignment == first.assignment
+    assert second == first and second.planned.layouts == first.planned.layouts
     assert second.explain("0.weight")  # which may search with other pins
 
 

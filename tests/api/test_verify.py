@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_words import fallback_lines
+from autoshard.planning import canonical_capture
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.api.forged import forgotten_sum
 from tests.api.programs import data, normed, two_linear
@@ -140,7 +140,7 @@ def test_a_tampered_plan_is_named() -> None:
     model = two_linear()
     pins = {"up.weight": [Shard(0)], "down.weight": [Shard(1)]}
     plan = find_plan(model, MeshSpec({"x": 3}), (data()[0],), profile=slow_compute(), constraints=pins)
-    assert plan.assignment["contract_1"].results[0].partial
+    assert plan.planned.layouts["contract_1"].results[0].partial
     forged = forgotten_sum(model, plan, (data()[0],), "contract_1", 0)
     report = verify(model, forged, (data()[0],))
     assert not report.ok

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, PlanError, ShardingError, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.capture.device_view import CUDNN_LAYERS, POLICIES
 from passes.compile.bind_device import bind_device
 from passes.ir.torch_dispatch import is_autocast_op

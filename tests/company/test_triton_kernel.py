@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.torch_compat import compile_with_inductor
 from tests.company.run_examples import example
 from tests.profiles import slow_compute

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import RankProgram, rank_program
@@ -27,7 +27,7 @@ def program_of(
     joint = canonical_capture(model, tuple(inputs), {}).joint
     options = {"profile": slow_compute(), "backend": "eager", "memory_limit": memory_limit}
     plan = find_plan(model, mesh, tuple(inputs), **options)
-    return joint, rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh))
+    return joint, rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh))
 
 
 def ops_of(*modules: fx.GraphModule) -> Counter[str]:

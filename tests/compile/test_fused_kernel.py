@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork
 from passes.compile import single_kernel
@@ -97,7 +97,7 @@ def test_groups_of_a_program_can_be_built() -> None:
     inputs = (torch.randint(32, (4, 8)),)
     plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="inductor")
     joint = canonical_capture(model, inputs, {}).joint
-    phases = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh)).usual()
+    phases = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh)).usual()
     work = step_work(phases, prices_of(slow_compute(), mesh, "inductor"), simulated_group_axes)
     groups = [one for one in work.kernels if one.group]
     assert len(groups) > 8

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture
 from autoshard.plan.task import search_plan
+from autoshard.planning import CallLayouts, Task, canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.compile.join_kernels import JoinKernels
 from passes.layout.assignment import NodeLayouts
@@ -151,7 +151,7 @@ def test_rows_that_are_split_stay() -> None:
     call = CallLayouts({0: layout}, {0: layout})
     with restricted(keep):
         plan = search_plan(Task(captured, slow_compute(), mesh, call, {}, None, "eager", 60.0))
-    program = rank_program(captured.joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh))
+    program = rank_program(captured.joint, plan.planned, mesh, 0, simulated_groups(mesh))
     joined = program.joined()
     assert ops_of(joined.local.module)["native_layer_norm"] == 0
     assert joined.text() == program.text()

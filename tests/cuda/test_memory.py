@@ -150,7 +150,7 @@ def trained(
     step()
     peak, plan = torch.cuda.max_memory_allocated(), ours.autoshard_plan
     assert isinstance(plan, Plan)
-    sizes = {"planned": plan.peak_memory, "peak": peak - before, "again": len(plan.lowering.again)}
+    sizes = {"planned": plan.peak_memory, "peak": peak - before, "again": len(plan.planned.again)}
     if plan.micro_batches == 1:
         with report(ours, warmup=1, repeats=1) as made:
             for _ in range(2):

@@ -52,7 +52,7 @@ def test_split_in_space_equals_one_gpu(
 ) -> None:
     axes, kind = axes_of(dims), PRECISIONS["float32"]
     plan = planned(name, axes, tmp_path / "plan.json")
-    halos = sum(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
+    halos = sum(layout.has_halo for layouts in plan.planned.layouts.values() for layout in layouts.operands)
     assert halos > 0
     model, inputs = prepared(name, kind)
     wanted = gradients(model, inputs, kind)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import networkx as nx
 from msgspec.structs import replace
 
 from autoshard.plan.plan_graph import plan_graph
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
-from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord
 from passes.redistribution.steps import STEPS
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
@@ -16,14 +18,18 @@ WHOLE = Layout.replicated(2)
 ROWS = Layout((("dp",), ()))
 
 
-def transfer(kind: str, seconds: float, nbytes: int = 64) -> Transfer:
+def transfer(kind: str, seconds: float, nbytes: int = 64) -> Reshard:
     make = STEPS[kind]
     given = {"dim": 0, "op": "sum"}
     arguments = {name: given[name] for name in make.argument_names()}
-    return Transfer.of(make(before=ROWS, after=WHOLE, axes=("dp",), **arguments), nbytes, seconds)
+    return Reshard.of(make(before=ROWS, after=WHOLE, axes=("dp",), **arguments), nbytes, seconds)
 
 
-def read(source: str, *transfers: Transfer, layout: Layout = WHOLE) -> OperandRecord:
+def graph_of(records: Sequence[NodeRecord], mesh: MeshSpec = MESH) -> nx.DiGraph:
+    return plan_graph(PlannedGraph(tuple(records)), mesh)
+
+
+def read(source: str, *transfers: Reshard, layout: Layout = WHOLE) -> OperandRecord:
     return OperandRecord(source, 0, layout, transfers, hides=False)
 
 
@@ -33,7 +39,7 @@ def record(name: str, op: str, *operands: OperandRecord, text: str = "", module:
 
 
 def test_nodes_carry_what_the_plan_says() -> None:
-    graph = plan_graph(
+    graph = graph_of(
         [
             record("p", "param", text="param net.{{0}}.weight"),
             record("y", "aten.relu", read("p"), module="net"),
@@ -55,7 +61,7 @@ def test_nodes_carry_what_the_plan_says() -> None:
 
 
 def test_an_edge_carries_its_collectives_and_leaves_local_steps_out() -> None:
-    graph = plan_graph(
+    graph = graph_of(
         [
             record("x", "input", text="input x"),
             record(
@@ -86,7 +92,7 @@ def test_an_edge_carries_its_collectives_and_leaves_local_steps_out() -> None:
 
 def test_collectives_of_one_turn_and_kind_are_a_bucket() -> None:
     in_turn = lambda source, *transfers: replace(read(source, *transfers), turn=(0, 3))
-    graph = plan_graph(
+    graph = graph_of(
         [
             record("x", "input", text="input x"),
             record("w", "param", text="param w"),
@@ -101,7 +107,7 @@ def test_collectives_of_one_turn_and_kind_are_a_bucket() -> None:
 
 
 def test_a_value_read_twice_by_one_op_is_one_edge_with_both_layouts() -> None:
-    graph = plan_graph(
+    graph = graph_of(
         [
             record("x", "input", text="input x"),
             record("y", "contract", read("x", transfer("all_gather", 2.0)), read("x", layout=ROWS)),
@@ -125,7 +131,7 @@ def test_a_use_that_moves_nothing_or_for_one_reader_is_left_out() -> None:
         record("single", "use", read("a", transfer("all_gather", 2.0))),
         record("c", "aten.relu", read("single", transfer("all_reduce", 1.0))),
     ]
-    graph = plan_graph(records, MESH)
+    graph = graph_of(records)
     assert set(graph) == {"x", "a", "b", "c"}
     assert graph.edges["x", "b"]["collective"] == "all_reduce[dp]()"
     assert graph.edges["a", "c"]["collective"] == "all_gather[dp](dim=0); all_reduce[dp]()"
@@ -138,7 +144,7 @@ def test_a_use_that_gathers_for_several_readers_stays_and_is_priced_once() -> No
         record("a", "aten.relu", read("shared"), module="net.a"),
         record("b", "aten.relu", read("shared"), module="net.b"),
     ]
-    graph = plan_graph(records, MESH)
+    graph = graph_of(records)
     assert graph.nodes["shared"]["module"] == "net.a"
     assert sum(edge["seconds"] for *_, edge in graph.edges(data=True)) == 2.0
 
@@ -156,11 +162,11 @@ def test_several_results_are_all_named() -> None:
         "",
         "",
     )
-    assert plan_graph([both], MESH).nodes["s"]["layout"] == "f32[2, 2]; f32[4@dp, 2]"
+    assert graph_of([both]).nodes["s"]["layout"] == "f32[2, 2]; f32[4@dp, 2]"
 
 
 def test_every_attribute_is_plain() -> None:
-    graph = plan_graph([record("x", "input", text="input x"), record("output", "output", read("x"))], MESH)
+    graph = graph_of([record("x", "input", text="input x"), record("output", "output", read("x"))], MESH)
     values = [value for _, data in graph.nodes(data=True) for value in data.values()]
     values += [value for *_, data in graph.edges(data=True) for value in data.values()]
     assert all(isinstance(value, (str, int, float)) for value in values)

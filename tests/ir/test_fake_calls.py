@@ -16,12 +16,11 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.op_signature import op_signature
 from passes.ir.torch_dispatch import copied_node
 from passes.lower.partition import _Writer, _Written, partition
-from passes.plan.decide import unmerged
 from passes.redistribution.redistribute import Redistributor
 from passes.simulate.lockstep import simulated_groups
 from tests.models import SwiGLU
 from tests.redistribution.layouts import link_prices
-from tests.schedule.planned import joint_of, random_assignment
+from tests.schedule.planned import joint_of, random_assignment, unmerged
 
 aten = torch.ops.aten
 
@@ -107,11 +106,11 @@ def test_a_rank_s_graph_is_the_same_with_and_without() -> None:
     mesh = MeshSpec({"a": 2, "b": 3})
     joint = joint_of(Twice(), torch.randn(6, 8))
     assignment = random_assignment(joint, mesh, random.Random(0))
-    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+    planned = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
 
     def graphs(calls: FakeCalls) -> list[list[tuple[str, Any]]]:
         groups, one = simulated_groups(mesh), replace(joint, calls=calls)
-        return [looks(partition(one, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)]
+        return [looks(partition(one, planned, mesh, rank, groups).module) for rank in (0, 1, 5)]
 
     assert graphs(Forgetful()) == graphs(FakeCalls())
 
@@ -129,10 +128,10 @@ def test_equal_layers_are_written_alike(monkeypatch: pytest.MonkeyPatch) -> None
     ops = {node.name: node for node in joint.graph.nodes if node.op == "call_function"}
     alike = lambda name: first.setdefault(op_signature(ops[name]), name) if name in ops else name
     assignment = {name: drawn[alike(name)] for name in drawn}
-    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+    planned = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
 
     def written(rank: int) -> list[tuple[str, Any, Any]]:
-        module = partition(joint, assignment, mesh, rank, simulated_groups(mesh), lowering).module
+        module = partition(joint, planned, mesh, rank, simulated_groups(mesh)).module
         metas = [{key: n.meta[key] for key in n.meta if key != "val"} for n in module.graph.nodes]
         return [(*look, meta) for look, meta in zip(looks(module), metas, strict=True)]
 

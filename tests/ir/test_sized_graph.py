@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.sized_graph import SizedJoint, alike
 from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph, node_value
 from passes.micro_batches.cut_batch import cut_batch, cut_for_stages, first_of_each_size
 from passes.plan.describe import graph_hash

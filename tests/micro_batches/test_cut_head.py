@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch

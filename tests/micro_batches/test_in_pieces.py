@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph, repeats
 from passes.ir.op_traits import is_product

@@ -22,9 +22,9 @@ from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
 from passes.search.narrowing import Narrowing
 from passes.simulate.lockstep import simulated_groups
-from passes.simulate.lockstep_pieces import simulate_pieces
 from passes.simulate.reference import graph_values
 from tests.micro_batches.test_in_pieces import MODELS, model_and_values
+from tests.verification.one_stage import simulate_pieces
 
 
 class Chosen:
@@ -55,9 +55,9 @@ def pieces_on_ranks(
             boundary = boundary_of(graph, parameters={}, inputs={}, outputs={})
             by_size[size] = find_assignment(graph, prices, boundary, narrowing=narrowing).assignment
         assignment = by_size[size]
-        lowering = judged(graph, assignment, prices).lowering
+        planned = judged(graph, assignment, prices).planned
         ranks = range(mesh.device_count)
-        programs = [rank_program(graph, assignment, lowering, mesh, r, simulated_groups(mesh)) for r in ranks]
+        programs = [rank_program(graph, planned, mesh, r, simulated_groups(mesh)) for r in ranks]
         found.append([pieces_of(program, graph.pieces).joined() for program in programs])
         first = first or assignment
     assert first is not None
@@ -78,7 +78,7 @@ def compare(
         [shard_of(value, layout, mesh, rank).contiguous() for value, layout in zip(values, held, strict=True)]
         for rank in range(mesh.device_count)
     ]
-    found = simulate_pieces(pieces, [node.name for node in joint.placeholders], inputs, mesh)
+    found = simulate_pieces(joint, pieces, inputs, mesh)
     layouts = iter(first["output"].operands)
     for place, whole in enumerate(wanted):
         layout = None if whole is None else next(layouts)

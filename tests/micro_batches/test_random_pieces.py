@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch

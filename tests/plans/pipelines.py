@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from tests.profiles import slow_compute
 from tests.stages.stage_models import MODELS

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from benchmarks.fuzz_bounds import COUNTED, DO, NEEDS, examined
 from cost_model.deadline import NEVER, Deadline, OutOfTime
 from passes.ir.joint import JointGraph

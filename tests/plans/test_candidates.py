@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import (
     BEST,
@@ -22,6 +21,7 @@ from autoshard.plan.plan_cache import (
 )
 from autoshard.plan.plan_content import Raced
 from autoshard.plan.task import CallLayouts, Task, search_plan, search_plans
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from tests.models import llama
@@ -68,7 +68,7 @@ def test_a_plan_races_once() -> None:
 def test_the_search_gives_plans_that_differ() -> None:
     found = candidates(task(), 3)
     assert found[0].name == BEST
-    assert found[0].plan.assignment == PLAN.assignment
+    assert found[0].plan.planned.layouts == PLAN.planned.layouts
     assert len(found) == 3
     assert min(one.plan.step_time for one in found) >= (1.0 - 1e-3) * found[0].plan.step_time
     texts = {one.plan.to_text(seconds=False) for one in found}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autoshard import InfeasibleError
 from autoshard.plan.derived_plans import carried_stages, cut_by_parameters
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.task import Task
+from autoshard.planning import canonical_capture
 from passes.stages.cut_costs import cut_costs
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.stages.stage_models import MODELS, canonical

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from autoshard import MeshSpec, find_plan
 from autoshard.plan import family_choices as module
 from autoshard.plan.family_choices import families_within
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.search.narrowing import Narrowing
 
 MESH = MeshSpec({"a": 4})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.micro_batches import fitting
+from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
 from passes.capture import Captured
 from passes.micro_batches.cut_batch import Uncut

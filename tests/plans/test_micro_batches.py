@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch
@@ -91,8 +91,8 @@ def test_a_parameter_is_gathered_once_for_all_pieces() -> None:
     mesh, pins = MeshSpec({"dp": 2}), {"*.weight": [Shard(0)], "*.bias": [Replicate()]}
     model, x, plan = planned("tokens", 64, mesh, micro_batches=4, constraints=pins)
     joint = cut_batch(canonical_capture(model, (x,), {}).joint, 4)
-    (graph, layouts, lowering), *_ = plan.of_pieces(joint)
-    program = rank_program(graph, layouts, lowering, mesh, 0, simulated_groups(mesh))
+    (graph, first), *_ = plan.of_pieces(joint)
+    program = rank_program(graph, first, mesh, 0, simulated_groups(mesh))
     parts = split_pieces(program)
     backward = parts.piece.phases.backward
     assert backward is not None and plan.parameters["up.weight"] == (Shard(0),)

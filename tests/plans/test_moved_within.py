@@ -11,7 +11,6 @@ from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.plan.answer import BestSoFar
 from autoshard.plan.families import Variant
 from autoshard.plan.search_with_states import StatesWithin
-from passes.plan.records import lowering_of
 
 MESH = MeshSpec({"ranks": 4})
 X = torch.randn(16, 32)
@@ -37,7 +36,7 @@ def planned(memory_limit: int | None = None) -> Plan:
 
 def members(plan: Plan) -> int:
     """Transfers of the plan's largest bucket."""
-    turns = list(lowering_of(plan.records).turns.values())
+    turns = list(plan.planned.turns.values())
     return max((turns.count(turn) for turn in turns), default=0)
 
 

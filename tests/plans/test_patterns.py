@@ -89,7 +89,7 @@ def test_memory_limit_shards_what_was_replicated() -> None:
     plan = find_plan(model, mesh, data, profile=prices, memory_limit=limit)
     assert (Replicate(),) not in plan.parameters.values()
     assert plan.peak_memory <= limit
-    assert plan.lowering.again  # what silu makes is computed again besides
+    assert plan.planned.again  # what silu makes is computed again besides
 
 
 def test_fully_sharded_pinned() -> None:
@@ -175,10 +175,10 @@ def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
         "body.w2.weight": "[-, @tp]",
         "body.w3.weight": "[@tp@dp, -]",
     }
-    assert {str(plan.assignment[name].results[0]) for name in ("contract", "contract_1", "mul")} == {
+    assert {str(plan.planned.layouts[name].results[0]) for name in ("contract", "contract_1", "mul")} == {
         "[@dp, @tp]"
     }
-    assert str(plan.assignment["contract_2"].results[0]) == "[@dp, -]+tp:sum"
+    assert str(plan.planned.layouts["contract_2"].results[0]) == "[@dp, -]+tp:sum"
     assert moved(plan, "forward") == {
         ("body.w1.weight", "all_gather[dp]"),
         ("body.w3.weight", "all_gather[dp]"),
@@ -197,7 +197,7 @@ def test_tensor_parallel_over_two_axes(golden: Golden) -> None:
         profile=H100,
         memory_limit=int(3 * 8192 * 28672 * 16 / 12) + 2_000_000_000 + reserve_bytes(DP4_TP4),
     )
-    assert {str(plan.assignment[name].results[0]) for name in ("contract", "contract_1", "mul")} == {
+    assert {str(plan.planned.layouts[name].results[0]) for name in ("contract", "contract_1", "mul")} == {
         "[-, @dp@tp]"
     }
     assert moved(plan, "forward") == {("", "reduce_scatter[dp,tp]")}

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 from autoshard import PipelinePlan, Plan, PlanError
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_content import Raced
 from autoshard.plan.plan_fits import plain_plan
+from autoshard.planning import canonical_capture
 from tests.golden import Golden
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.stages.stage_models import MODELS

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import MeshSpec, PlanError, ShardingError, find_plan
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import check_again, check_optimizer
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from tests.profiles import slow_compute
 

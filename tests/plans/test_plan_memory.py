@@ -89,7 +89,7 @@ def test_an_uneven_split_is_of_the_fullest_rank() -> None:
 def test_what_is_computed_again_takes_the_place_of_what_was_kept(again: Plan) -> None:
     kept = twice("auto")
     most = lambda plan, kind: max(step.of(kind) for step in timeline(plan).steps)
-    assert again.lowering.again and not kept.lowering.again
+    assert again.planned.again and not kept.planned.again
     # Of one block at a time what GELU made, or what it read, of 128 rows: it fuses with what comes before.
     assert most(again, "again") == 4 * 128 * 128
     assert most(again, "kept") < most(kept, "kept") / 2

@@ -195,7 +195,7 @@ def test_a_limit_does_not_search_twice_what_memory_does_not_matter_to(
     whole.clear()
     found = within(limit)
     assert isinstance(found, Pipeline) and found.peak_memory <= limit
-    assert any(stage.lowering.again for stage in found.stages)
+    assert any(stage.planned.again for stage in found.stages)
     assert len(whole) == len(set(whole)) > 1
 
 

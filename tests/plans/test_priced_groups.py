@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from autoshard.refine.timed_cases import TimedCandidate, cases_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices

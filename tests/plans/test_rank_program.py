@@ -12,14 +12,14 @@ import pytest
 from torch import Tensor, fx
 
 from autoshard import Plan, verify
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group
 from autoshard.runtime.session import Session
 from passes.lower.phases import Phases
-from passes.plan.decide import decide_lowering
-from passes.plan.transfers import LoweringPlan
+from passes.plan.decide import decide
+from passes.plan.planned_graph import PlannedGraph
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.simulate.lockstep import simulate, simulated_group_name
 from tests.api.programs import assert_close, parallel
@@ -100,20 +100,24 @@ def ran(ranks: RankPool, path: str) -> dict[str, list[tuple[Tensor, dict[str, st
 def test_prices_would_choose_otherwise(plan: Plan) -> None:
     """Otherwise the tests below would show nothing: under other prices the same layouts are lowered in another way."""
     joint = canonical_capture(regression(), (rows(),), {}).joint
-    same, _ = decide_lowering(joint, plan.assignment, prices_of(starts_cost_all(), plan.mesh))
-    assert same == plan.lowering
-    other, _ = decide_lowering(joint, plan.assignment, prices_of(bytes_cost_all(), plan.mesh))
-    assert other.steps != plan.lowering.steps
-    assert (groups_of(other), buckets(other)) != (groups_of(plan.lowering), buckets(plan.lowering))
+    same = decide(joint, plan.planned.layouts, prices_of(starts_cost_all(), plan.mesh))
+    assert (same.steps, same.turns, same.ahead) == (
+        plan.planned.steps,
+        plan.planned.turns,
+        plan.planned.ahead,
+    )
+    other = decide(joint, plan.planned.layouts, prices_of(bytes_cost_all(), plan.mesh))
+    assert other.steps != plan.planned.steps
+    assert (groups_of(other), buckets(other)) != (groups_of(plan.planned), buckets(plan.planned))
 
 
-def groups_of(lowering: LoweringPlan) -> set[frozenset[str]]:
-    return {frozenset(step.axes) for steps in lowering.steps.values() for step in steps if step.kind}
+def groups_of(planned: PlannedGraph) -> set[frozenset[str]]:
+    return {frozenset(step.axes) for steps in planned.steps.values() for step in steps if step.kind}
 
 
-def buckets(lowering: LoweringPlan) -> int:
+def buckets(planned: PlannedGraph) -> int:
     """Transfers that share one."""
-    return len(lowering.turns) - len(set(lowering.turns.values()))
+    return len(planned.turns) - len(set(planned.turns.values()))
 
 
 def test_any_profile_runs_the_same_program(ran: dict[str, list[tuple[Tensor, dict[str, str]]]]) -> None:
@@ -132,7 +136,7 @@ def test_verify_checks_what_runs(ran: dict[str, list[tuple[Tensor, dict[str, str
         checked.append([text(graph) for graph in graphs])
         return simulate(graphs, *rest)
 
-    with mock.patch("passes.simulate.lockstep_pieces.simulate", watched):
+    with mock.patch("autoshard.verification.simulated_step.simulate", watched):
         assert verify(regression(), path, (rows(),)).ok
     _, forward, backward, _ = checked
     for rank, (_, graphs) in enumerate(ran["another"]):

@@ -18,7 +18,6 @@ from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.task import search_plan
 from cost_model.correction import paced_profile
 from cost_model.mesh import MeshSpec
-from passes.plan.records import collectives_of
 from tests.profiles import slow_compute
 from tests.refine.tasks import task
 
@@ -33,12 +32,13 @@ def measured(factor: float = 1.5) -> tuple[Plan, Plan]:
 def test_it_is_the_plan_of_a_search_under_prices_of_that_pace() -> None:
     plan, rehearsed = measured()
     found = search_plan(replace(task(), pace=1.5))
-    assert rehearsed.assignment == found.assignment and rehearsed.lowering == found.lowering
+    mine, its = rehearsed.planned, found.planned
+    assert (mine.layouts, mine.steps, mine.turns) == (its.layouts, its.steps, its.turns)
     for name in ("cost", "lower_bound", "step_time"):
         assert getattr(rehearsed, name) == pytest.approx(getattr(found, name), rel=1e-6)
     seconds = [record.seconds for record in rehearsed.records]
     assert seconds == pytest.approx([record.seconds for record in found.records])
-    moved = [[one.seconds for one in collectives_of(each.records)] for each in (rehearsed, found)]
+    moved = [[one.seconds for one in each.planned.collectives] for each in (rehearsed, found)]
     assert moved[0] and moved[0] == pytest.approx(moved[1])
     assert (rehearsed.status, rehearsed.gap) == (plan.status, pytest.approx(plan.gap))
 
@@ -98,7 +98,7 @@ def test_stages_and_what_passes_between_them_take_as_much_longer() -> None:
         assert getattr(rehearsed, name) == pytest.approx(getattr(found, name), rel=0.01)  # as searches agree
     assert rehearsed.bubble == pytest.approx(plan.bubble)
     one, other = rehearsed.stages[1], found.stages[1]
-    assert one.assignment == other.assignment
+    assert one.planned.layouts == other.planned.layouts
     assert [r.seconds for r in one.records] == pytest.approx([r.seconds for r in other.records])
     assert rehearsed.scheduled.prices.sent == pytest.approx(found.scheduled.prices.sent)
     assert rehearsed.peak_memory == plan.peak_memory

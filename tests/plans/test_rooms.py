@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.judged import Spared
 from autoshard.plan.rooms import Way
 from autoshard.plan.search_with_states import StatesWithin
+from autoshard.planning import canonical_capture
 from cost_model.deadline import NEVER, Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph

@@ -12,11 +12,11 @@ from torch import nn
 
 import autoshard.plan.stage_search as stage_search
 from autoshard import MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.search_with_states import KnownWholes, WholeTask
 from autoshard.plan.stage_tasks import sending, sending_as_received, stage_task
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 from cost_model.deadline import NEVER
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
@@ -145,7 +145,7 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
     monkeypatch.setattr(stage_search, "search_plan", noted)
     found = within(limit)
     assert found.peak_memory <= limit
-    assert any(stage.lowering.again for stage in found.stages)
+    assert any(stage.planned.again for stage in found.stages)
     # The first stage, one in the middle that the other is like, and the last.
     first, middle, _ = (task.call for task in told)
     assert middle.inputs[0] == middle.outputs[0] == found.stages[0].outputs[0]

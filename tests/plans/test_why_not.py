@@ -160,8 +160,8 @@ def test_any_node(plan: Plan) -> None:
     assert plan.again is not None
     found = plan.again.search(Variant(nodes={"mul": {"dp": Shard(1)}}))
     assert isinstance(found, Plan)
-    assert str(plan.assignment["mul"].results[0]) == "[@dp, -]"
-    assert str(found.assignment["mul"].results[0]) == "[-, @dp]"
+    assert str(plan.planned.layouts["mul"].results[0]) == "[@dp, -]"
+    assert str(found.planned.layouts["mul"].results[0]) == "[-, @dp]"
     assert found.step_time > plan.step_time
     assert plan.why_not("mul", [Shard(1)]) == plan.why_not("mul", {"dp": Shard(1)}) == plan.diff(found)
     assert step_change(plan.why_not("mul", [Shard(0)])) == 0
@@ -179,7 +179,7 @@ def test_a_node_without_its_first_result_is_pinned_by_the_next() -> None:
     (name,) = (record.name for record in plan.records if record.op == "aten.convolution_backward")
     found = plan.again.search(Variant(nodes={name: [Shard(1)]}))
     assert isinstance(found, Plan)
-    assert [str(layout) for layout in found.assignment[name].results[1:]] == ["[-, @dp, -, -]", "[-]"]
+    assert [str(layout) for layout in found.planned.layouts[name].results[1:]] == ["[-, @dp, -, -]", "[-]"]
     assert plan.why_not(name, [Shard(1)]) == plan.diff(found)
     with pytest.raises(ShardingError, match="it has 4 dims"):
         plan.why_not(name, [Shard(4)])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from autoshard import MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.in_place import copied_share, in_place
@@ -42,7 +42,7 @@ def phases() -> Phases:
     placed = {"*": [Replicate()]}
     plan = find_plan(model, MESH, (x,), backend="eager", constraints=placed)
     joint = canonical_capture(model, (x,), {}).joint
-    program = rank_program(joint, plan.assignment, plan.lowering, MESH, 0, simulated_groups(MESH))
+    program = rank_program(joint, plan.planned, MESH, 0, simulated_groups(MESH))
     return program.joined().usual()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from autoshard.reporting.recorder import SeenWhole
 from autoshard.reporting.tracks import held_nbytes, run_peaks
 from passes.lower.phases import Phases
@@ -29,9 +29,9 @@ def program(model: nn.Module, x: Tensor, backend: str = "eager", share: float = 
     plan = find_plan(model, ONE, (x,), backend=backend)
     if share < 1.0:
         plan = find_plan(model, ONE, (x,), backend=backend, memory_limit=int(share * plan.peak_memory))
-        assert plan.lowering.again
+        assert plan.planned.again
     joint = canonical_capture(model, (x,), {}).joint
-    ours = rank_program(joint, plan.assignment, plan.lowering, ONE, 0, simulated_groups(ONE))
+    ours = rank_program(joint, plan.planned, ONE, 0, simulated_groups(ONE))
     phases = ours.joined().usual()
     assert phases.backward is not None
     for module, phase in ((phases.forward, "forward"), (phases.backward.module, "backward")):

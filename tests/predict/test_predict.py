@@ -19,7 +19,7 @@ from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import Schedule, rank_program
-from passes.plan.decide import decide_lowering, unmerged
+from passes.plan.decide import decide
 from passes.predict.predict_step import Prediction, predict_phases, predicted_step, slowest_ranks
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
@@ -28,7 +28,7 @@ from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local
-from tests.schedule.planned import joint_of, random_assignment
+from tests.schedule.planned import joint_of, random_assignment, unmerged
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -216,8 +216,7 @@ def of_plan(
     plan = find_plan(model, mesh, (x,), profile=profile, backend=backend)
     found = predicted_step(
         joint_of(model, x),
-        plan.assignment,
-        plan.lowering,
+        plan.planned,
         prices_of(profile, mesh, backend),
         schedule=schedule,
     )
@@ -280,7 +279,7 @@ def test_the_backward_is_the_loss_s_alone() -> None:
     mesh, x = MeshSpec({"dp": 1}), torch.randn(8, 16)
     joint = joint_of(WithLogits(), x)
     plan = find_plan(WithLogits(), mesh, (x,), profile=slow_compute(), backend="eager")
-    program = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh))
+    program = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh))
     whole = program.phases.backward
     assert whole is not None and [t.index for t in whole.tangents] == [0, 1]
     backward = program.usual().backward
@@ -295,12 +294,12 @@ def test_the_slowest_rank_of_uneven_shards(seed: int) -> None:
     joint = joint_of(Net(), torch.randn(8, 16))
     assignment = random_assignment(joint, mesh, rng)
     prices = round_prices(mesh, 0.5, launch=1e-12)
-    lowering, _ = decide_lowering(joint, assignment, prices)
-    found = predicted_step(joint, assignment, lowering, prices, schedule=Overlap())
+    planned = decide(joint, assignment, prices)
+    found = predicted_step(joint, planned, prices, schedule=Overlap())
     groups, alone = simulated_groups(mesh), unmerged(joint, assignment, prices.redistributor)
     ranks: list[float] = []
     for rank in range(mesh.device_count):
-        program = rank_program(joint, assignment, alone, mesh, rank, groups, schedule=Overlap())
+        program = rank_program(joint, alone, mesh, rank, groups, schedule=Overlap())
         ranks.append(predict_phases(program.usual(), prices, simulated_group_axes).seconds)
     assert len(slowest_ranks(assignment, mesh)) > 1
     assert found.seconds >= 0.99 * max(ranks)

@@ -40,7 +40,7 @@ def test_what_a_piece_keeps_is_what_its_backward_reads() -> None:
     for number, graph in enumerate(plan.stage_graphs(task.joint)):
         stage, figures = plan.stages[number], plan.scheduled.prices.stages[number]
         mesh = stage.mesh
-        program = rank_program(graph.joint, stage.assignment, stage.lowering, mesh, 0, simulated_groups(mesh))
+        program = rank_program(graph.joint, stage.planned, mesh, 0, simulated_groups(mesh))
         phases = pieces_of(program, 4).joined().piece.complete()
         assert phases.backward is not None
         *_, output = phases.forward.graph.nodes
@@ -51,8 +51,7 @@ def test_what_a_piece_keeps_is_what_its_backward_reads() -> None:
         assert figures.kept == nbytes + received
         again = predict_stage(
             graph.joint,
-            stage.assignment,
-            stage.lowering,
+            stage.planned,
             replace(task, mesh=mesh, links=task.mesh).prices,
             {crossing.name for crossing in graph.received},
         )

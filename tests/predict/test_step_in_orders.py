@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.lower import orders
-from passes.lower.orders import Orders
 from passes.lower.rank_program import rank_program
-from passes.plan.decide import decide_lowering
-from passes.plan.transfers import LoweringPlan
+from passes.plan.decide import decide
+from passes.plan.planned_graph import NodeRecord, PlannedGraph
+from passes.predict import step_in_orders
 from passes.predict.predict_step import predicted_step
-from passes.predict.step_in_orders import StepInOrders
+from passes.predict.step_in_orders import Orders, StepInOrders
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic, fused_traffic
@@ -49,18 +49,18 @@ def case(seed: int, eager: bool) -> tuple[JointGraph, Assignment, Prices]:
     return joint, assignment, replace(prices, traffic=eager_traffic if eager else fused_traffic)
 
 
-def lowerings(joint: JointGraph, assignment: Assignment, prices: Prices) -> list[LoweringPlan]:
-    return [decide_lowering(joint, assignment, prices.holding(room))[0] for room in ROOMS]
+def lowerings(joint: JointGraph, assignment: Assignment, prices: Prices) -> list[PlannedGraph]:
+    return [decide(joint, assignment, prices.holding(room)) for room in ROOMS]
 
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_are_those_of_new_programs(seed: int, eager: bool) -> None:
     joint, assignment, prices = case(seed, eager)
-    steps = StepInOrders(joint, assignment)
-    for lowering in lowerings(joint, assignment, prices):
-        found = steps.predicted(lowering, prices)
-        wanted = predicted_step(joint, assignment, lowering, prices)
+    steps = StepInOrders(joint)
+    for planned in lowerings(joint, assignment, prices):
+        found = steps.predicted(planned, prices)
+        wanted = predicted_step(joint, planned, prices)
         assert (found.seconds, found.phases, found.collectives) == (
             wanted.seconds,
             wanted.phases,
@@ -75,11 +75,11 @@ def test_programs_are_the_same_to_the_letter(seed: int) -> None:
     joint, assignment, prices = case(seed, eager=True)
     groups, texts = simulated_groups(MESH), set[str]()
     found = lowerings(joint, assignment, prices)
-    ready = Orders(joint, assignment, found[0], MESH, 0, groups, joined=False)
-    for lowering in (*found, found[0]):
-        assert ready.has(lowering)
-        text = ready.program(lowering).text()
-        assert text == rank_program(joint, assignment, lowering, MESH, 0, groups).text()
+    ready = Orders(joint, found[0], MESH, 0, groups, joined=False)
+    for planned in (*found, found[0]):
+        assert ready.has(planned)
+        text = ready.program(planned).text()
+        assert text == rank_program(joint, planned, MESH, 0, groups).text()
         texts.add(text)
     assert len(texts) > 1
 
@@ -87,18 +87,22 @@ def test_programs_are_the_same_to_the_letter(seed: int) -> None:
 @pytest.mark.slow
 def test_a_program_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     joint, assignment, prices = case(0, eager=False)
-    made: list[LoweringPlan] = []
+    made: list[PlannedGraph] = []
 
-    def counted(joint: JointGraph, assignment: Assignment, lowering: LoweringPlan, *rest: object) -> object:
-        made.append(lowering)
-        return rank_program(joint, assignment, lowering, *rest)  # type: ignore[arg-type]
+    def counted(joint: JointGraph, planned: PlannedGraph, *rest: object) -> object:
+        made.append(planned)
+        return rank_program(joint, planned, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(orders, "rank_program", counted)
-    steps = StepInOrders(joint, assignment)
+    monkeypatch.setattr(step_in_orders, "rank_program", counted)
+    steps = StepInOrders(joint)
     found = lowerings(joint, assignment, prices)
-    for lowering in found:
-        steps.predicted(lowering, prices)
+    for planned in found:
+        steps.predicted(planned, prices)
     ranks = len(made)
     assert made == [found[0]] * ranks
-    steps.predicted(replace(found[0], interiors={"no such op": "d0"}), prices)
+    steps.predicted(PlannedGraph(tuple(map(_in_parts, found[0].nodes))), prices)
     assert len(made) == 2 * ranks
+
+
+def _in_parts(node: NodeRecord) -> NodeRecord:
+    return structs.replace(node, interior="no such factor")

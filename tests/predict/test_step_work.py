@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import rank_program
@@ -42,7 +42,7 @@ def planned(count: int) -> tuple[JointGraph, Plan]:
 def work_of(joint: JointGraph, plan: Plan, backend: str) -> tuple[StepWork, float, float]:
     """The step's work, and its seconds of computing and of collectives as the timeline has them."""
     prices = prices_of(slow_compute(), MESH, backend)
-    program = rank_program(joint, plan.assignment, plan.lowering, MESH, 0, simulated_groups(MESH)).usual()
+    program = rank_program(joint, plan.planned, MESH, 0, simulated_groups(MESH)).usual()
     work = step_work(program, prices, simulated_group_axes)
     step = predict_phases(program, prices, simulated_group_axes)
     phases = step.phases[:2]

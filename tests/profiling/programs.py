@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cli import main
-from autoshard.plan.find_plan import load_profile
+from autoshard.planning import load_profile
 from autoshard.profiling import startup
 from cost_model.measure import measure
 from cost_model.mesh import MeshSpec

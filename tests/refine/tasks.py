@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 from autoshard.refine.timed_cases import Case
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape

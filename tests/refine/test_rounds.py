@@ -79,7 +79,7 @@ def test_a_time_that_contradicts_the_model_changes_the_plan() -> None:
 def test_times_that_agree_with_the_model_change_nothing() -> None:
     one = task()
     before, (after, rounds) = search_plan(one), refined(one, as_modelled)
-    assert after.assignment == before.assignment and rounds == 1
+    assert after.planned.layouts == before.planned.layouts and rounds == 1
     assert after.step_time == pytest.approx(before.step_time)
 
 
@@ -98,7 +98,7 @@ def test_the_first_search_is_rough_and_those_after_it_start_from_its_plan(
     rounds = begun(replace(task(), memory_limit=limit))
     first = rounds.plan
     rounds.add(timed(task(), rounds.wanted()))
-    assert starts == [SearchStart(gap=gap), SearchStart(first.assignment)]
+    assert starts == [SearchStart(gap=gap), SearchStart(first.planned.layouts)]
 
 
 def test_the_next_best_of_the_second_search_are_timed_though_the_plan_stays(
@@ -111,14 +111,14 @@ def test_the_next_best_of_the_second_search_are_timed_though_the_plan_stays(
 
     def told(task: Task, deadline: Any, rivals: Any = None, start: SearchStart = COLD) -> Plan:
         if rivals is not None and start.near is not None:
-            rivals(task.judged(other.assignment))
+            rivals(task.judged(other.planned.layouts))
         return search_plan(task, deadline, start=start)
 
     monkeypatch.setattr("autoshard.refine.rounds.search_plan", told)
     rounds = begun(one)
     first = rounds.plan
     rounds.add(timed(one, rounds.wanted()))
-    assert rounds.plan.assignment == first.assignment
+    assert rounds.plan.planned.layouts == first.planned.layouts
     shapes = {case.key.shapes for case in rounds.wanted() if isinstance(case, KernelCase)}
     assert own_products(other) - own_products(first) <= shapes
     assert own_products(other) != own_products(first)
@@ -192,7 +192,7 @@ def test_a_plan_of_which_all_was_timed_before_has_those_prices(monkeypatch: pyte
     refined(pinned, expensive)
     monkeypatch.setattr("autoshard.refine.rounds.kept_plan", lambda *_: None)
     second, rounds = refined(pinned, expensive)
-    assert rounds == 0 and second.assignment == first.assignment
+    assert rounds == 0 and second.planned.layouts == first.planned.layouts
     assert second.step_time == pytest.approx(first.step_time) and second.step_time > 1.5 * modelled
 
 
@@ -256,7 +256,7 @@ def test_what_there_was_no_time_for_counts_twice(share: float, monkeypatch: pyte
     if rounds.wanted():
         rounds.add(TimedPrices())  # there was no time for it
     assert rounds.wanted() == ()
-    assert (rounds.plan.assignment == first.assignment) == (share < 3.0)
+    assert (rounds.plan.planned.layouts == first.planned.layouts) == (share < 3.0)
     assert begun(one).wanted() or share < 3.0, "the next start goes on"
 
 
@@ -267,7 +267,9 @@ def test_where_time_is_up_the_first_plan_has_the_prices_that_were_timed() -> Non
     first, cases = rounds.plan, rounds.wanted()
     rounds.add(timed(one, cases, lambda _: 2.0))
     assert rounds.wanted() == ()
-    assert rounds.plan.assignment == first.assignment and rounds.plan.step_time > 1.1 * first.step_time
+    assert (
+        rounds.plan.planned.layouts == first.planned.layouts and rounds.plan.step_time > 1.1 * first.step_time
+    )
     assert "unrefined" not in rounds.plan.explain()
 
 
@@ -292,7 +294,7 @@ def test_what_is_unknown_of_the_plan_that_was_chosen_is_timed_at_last(
     ) - mine
     rounds.add(timed(one, unknown, lambda _: factor))
     assert rounds.wanted() == ()
-    assert (rounds.plan.assignment == first.assignment) == (factor > 1.0)
+    assert (rounds.plan.planned.layouts == first.planned.layouts) == (factor > 1.0)
     assert {record.priced for record in rounds.plan.records if record.op == "contract"} == {"timed"}
     assert begun(one).plan == rounds.plan and not begun(one).wanted(), "the next start goes on with nothing"
 

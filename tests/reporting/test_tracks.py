@@ -102,12 +102,12 @@ def test_the_picture_has_both_on_one_axis() -> None:
         "1 all_gather 50 ms to 200 ms",
         "2 all_reduce 100 ms to 400 ms",
     ]
-    # 860 wide for 0.4 s, from 90 on.
+    # 1080 wide for 0.4 s, from 90 on.
     assert [(float(bar.get("x", 0)), float(bar.get("width", 0))) for bar in bars] == [
-        (90.0, 215.0),
-        (305.0, 215.0),
-        (197.5, 322.5),
-        (305.0, 645.0),
+        (90.0, 270.0),
+        (360.0, 270.0),
+        (225.0, 405.0),
+        (360.0, 810.0),
     ]
     heights = [float(bar.get("y", 0)) for bar in bars]
     assert heights[0] == heights[1] < heights[2] < heights[3]  # the measured two are in flight together

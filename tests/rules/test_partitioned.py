@@ -17,11 +17,11 @@ from passes.ir.torch_compat import fresh_fakes
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.lower.partition import partition
-from passes.plan.transfers import LoweringPlan
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
 from passes.strategies.strategies import enumerate_strategies
 from tests.rules.registered import Draw, aten
+from tests.schedule.planned import unmerged
 
 MESHES = [MeshSpec({"a": 2}), MeshSpec({"a": 3}), MeshSpec({"a": 2, "b": 2})]
 D = Draw(0)
@@ -104,10 +104,11 @@ def check_all(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec) -> 
             assignment[source.name] = NodeLayouts((), (layout,))
         there = [x for x, r in zip(strategy.results, results, strict=True) if r is not None]
         assignment[joint.output_node.name] = NodeLayouts(tuple(there), ())
+        planned = unmerged(joint, assignment, None, {})
         outputs: list[Any] = []
         for rank in range(mesh.device_count):
             groups = {axes: str(axes) for axes in [("a",), ("b",), ("a", "b")]}
-            local = partition(joint, assignment, mesh, rank, groups, LoweringPlan({}, {}, {}))
+            local = partition(joint, planned, mesh, rank, groups)
             shards = [shard(t, x, mesh, rank) for t, x in zip(operands, strategy.operands, strict=True)]
             outputs.append(local.module(*shards))
         for index, (whole, layout) in enumerate(zip(results, strategy.results, strict=True)):

@@ -51,7 +51,7 @@ def training(rank: int, limit: int | None) -> tuple[list[float], dict[str, Tenso
     model, x = deep()
     torch.manual_seed(1)
     parallel(model, LINE, (x,), memory_limit=limit)
-    return steps(model, x), full(model.state_dict()), len(model.autoshard_plan.lowering.again)
+    return steps(model, x), full(model.state_dict()), len(model.autoshard_plan.planned.again)
 
 
 def test_a_limit_changes_no_loss(ranks: RankPool) -> None:

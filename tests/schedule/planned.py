@@ -9,17 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_index, tensor_operands
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.layout.layout import Layout
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
-from passes.plan.decide import unmerged
+from passes.plan.decide import chosen_steps
+from passes.plan.describe import shapes_of
+from passes.plan.planned_graph import (
+    NodeRecord,
+    OperandRecord,
+    PlannedGraph,
+    Reshard,
+    ResultRecord,
+    Transfer,
+    Turn,
+)
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
+from passes.schedule.issue_order import issue_order
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.strategies.strategies import enumerate_strategies
 from tests.redistribution.layouts import cut, link_prices, random_layout
@@ -71,13 +82,41 @@ def _random_strategy(
     )
 
 
+def unmerged(
+    joint: JointGraph,
+    assignment: Assignment,
+    redistributor: Redistributor | None,
+    turns: Mapping[Transfer, Turn] | None = None,
+) -> PlannedGraph:
+    """The steps that `redistributor` chooses (None: there are none), every collective alone, every op in one part;
+    without prices. turns: of the transfers, if they are not those of `issue_order`."""
+    ways = {} if redistributor is None else chosen_steps(joint, assignment, redistributor)
+    order = issue_order(joint, assignment).turns if turns is None else turns
+
+    def operand(reader: fx.Node, position: int, source: fx.Node) -> OperandRecord:
+        producer, index = result_index(source)
+        transfer, layout = (reader.name, position), assignment[reader.name].operands[position]
+        steps = ways[transfer].steps if transfer in ways else ()
+        moved = tuple(Reshard.of(step, 0, 0.0) for step in steps)
+        return OperandRecord(
+            producer.name, index, layout, moved, False, order.get(transfer) if moved else None
+        )
+
+    def node(one: fx.Node) -> NodeRecord:
+        layouts = assignment[one.name]
+        read = tuple(operand(one, i, source) for i, source in enumerate(tensor_operands(one)))
+        shapes = [] if one.op == "output" else shapes_of(one)
+        left = tuple(ResultRecord(s, d, at) for (s, d), at in zip(shapes, layouts.results, strict=True))
+        return NodeRecord(one.name, one.op, "", read, left, layouts.splits, 0.0, "forward", "", "")
+
+    return PlannedGraph(tuple(node(one) for one in joint.graph.nodes if result_index(one)[0] is one))
+
+
 def lowered(joint: JointGraph, assignment: Assignment, mesh: MeshSpec) -> list[Phases]:
     """Each rank's phases."""
-    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+    planned = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
     groups = simulated_groups(mesh)
-    modules = [
-        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
-    ]
+    modules = [partition(joint, planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
     return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
 
 

@@ -20,8 +20,9 @@ from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
-from passes.plan.decide import chosen_steps, unmerged
-from passes.plan.transfers import Move, Transfer, Turn
+from passes.plan.decide import chosen_steps
+from passes.plan.planned_graph import Transfer, Turn
+from passes.plan.transfers import Move
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.bucket import Bucket
@@ -43,6 +44,7 @@ from tests.schedule.planned import (
     random_assignment,
     run_phases,
     shards,
+    unmerged,
     values_of,
 )
 
@@ -122,10 +124,8 @@ def phases_of(
     redistributor: Redistributor,
 ) -> list[Phases]:
     groups = simulated_groups(mesh)
-    lowering = replace(unmerged(joint, assignment, redistributor), turns=turns)
-    modules = [
-        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
-    ]
+    planned = unmerged(joint, assignment, redistributor, turns)
+    modules = [partition(joint, planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
     return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
 
 
@@ -133,10 +133,8 @@ def check_equal(joint: JointGraph, assignment: Assignment, mesh: MeshSpec, ranks
     """The merged graphs compute what the plain ones do, and groups issue the same list."""
     parts = shards(joint, assignment, mesh, values_of(joint))
     groups = simulated_groups(mesh)
-    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
-    plain = [
-        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
-    ]
+    planned = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+    plain = [partition(joint, planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
     wanted = simulate(plain, parts, mesh)
     found = run_phases(joint, ranks, parts, mesh, scheduled)
     for got, want in zip(found, wanted, strict=True):

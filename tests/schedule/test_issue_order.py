@@ -15,8 +15,7 @@ from passes.ir.joint import JointGraph, tensor_operands
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.lower.partition import partition
-from passes.plan.decide import unmerged
-from passes.plan.transfers import Transfer, Turn
+from passes.plan.planned_graph import Transfer, Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.issue_order import issue_order, place_behind
@@ -33,6 +32,7 @@ from tests.schedule.planned import (
     random_assignment,
     run_phases,
     shards,
+    unmerged,
     values_of,
 )
 
@@ -70,11 +70,9 @@ def convolutions() -> JointGraph:
 
 
 def rank_graphs(joint: JointGraph, assignment: Assignment, mesh: MeshSpec) -> list[fx.GraphModule]:
-    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+    planned = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
     groups = simulated_groups(mesh)
-    return [
-        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
-    ]
+    return [partition(joint, planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
 
 
 def check_shared_order(graphs: Sequence[fx.GraphModule], mesh: MeshSpec) -> int:

@@ -14,7 +14,6 @@ from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.lower.partition import partition
 from passes.lower.phases import split_phases
-from passes.plan.decide import unmerged
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import IN_TURN, Overlap
@@ -25,6 +24,7 @@ from tests.schedule.planned import (
     random_assignment,
     run_phases,
     shards,
+    unmerged,
     values_of,
 )
 
@@ -64,9 +64,9 @@ def data_parallel(joint: JointGraph) -> Assignment:
 
 
 def modules_of(joint: JointGraph, assignment: Assignment) -> list[fx.GraphModule]:
-    lowering = unmerged(joint, assignment, Redistributor(MESH, InHosts()))
+    planned = unmerged(joint, assignment, Redistributor(MESH, InHosts()))
     groups = simulated_groups(MESH)
-    return [partition(joint, assignment, MESH, rank, groups, lowering).module for rank in range(4)]
+    return [partition(joint, planned, MESH, rank, groups).module for rank in range(4)]
 
 
 def issued(module: fx.GraphModule) -> list[str]:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from autoshard.plan.families import FAMILIES
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from benchmarks.objective import failures
 from benchmarks.rivals.cases import NETWORKS
 from benchmarks.rivals.changes import changes, choice_of, layers_of
@@ -116,25 +116,27 @@ def test_a_restricted_problem_is_the_best_of_what_is_left() -> None:
 
 
 def test_the_choice_of_a_plan_is_its_assignment(plan: Plan, space: SearchSpace) -> None:
-    found = space.assignment(choice_of(space, plan.assignment))
-    assert found == {name: layouts for name, layouts in plan.assignment.items() if name in found}
-    assert space.problem.cost(choice_of(space, plan.assignment)) < np.inf
+    found = space.assignment(choice_of(space, plan.planned.layouts))
+    assert found == {name: layouts for name, layouts in plan.planned.layouts.items() if name in found}
+    assert space.problem.cost(choice_of(space, plan.planned.layouts)) < np.inf
 
 
 def test_a_change_is_in_one_layer(task: Task, plan: Plan, space: SearchSpace) -> None:
     layers = layers_of(task.joint, space)
     assert {"model.layers.0", "model.layers.1", "lm_head", "model.norm"} <= set(layers)
-    found = list(changes(task.joint, space, plan.assignment, 12))
+    found = list(changes(task.joint, space, plan.planned.layouts, 12))
     assert len(found) == 12
     for change in found:
         inside = {space.names[node] for node in layers[change.layer]}
-        differing = {name for name, layouts in change.assignment.items() if layouts != plan.assignment[name]}
+        differing = {
+            name for name, layouts in change.assignment.items() if layouts != plan.planned.layouts[name]
+        }
         assert change.node in differing and differing <= {*inside, "output"}  # the ends: gradients' layouts
 
 
 def test_changes_are_different_plans(task: Task, plan: Plan, space: SearchSpace) -> None:
-    found = [choice_of(space, c.assignment) for c in changes(task.joint, space, plan.assignment, 12)]
-    assert len({choice_of(space, plan.assignment), *found}) == 13
+    found = [choice_of(space, c.assignment) for c in changes(task.joint, space, plan.planned.layouts, 12)]
+    assert len({choice_of(space, plan.planned.layouts), *found}) == 13
 
 
 def test_all_groups_are_in_a_contest() -> None:

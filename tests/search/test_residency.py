@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_either, is_use, is_view
 from passes.lower.missing_tangents import without_usually_missing

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autoshard import MeshSpec
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.search.find import Found, find_assignment

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planning import canonical_capture
 from passes.search.search_space import SearchSpace
 from passes.search.stored import places_in, places_of, stored_alike
 from passes.search.strategy_space import build_space

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import Task, search_plan
+from autoshard.planning import canonical_capture
 from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import tensor_operands
 from passes.layout.assignment import NodeLayouts

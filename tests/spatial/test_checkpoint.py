@@ -71,7 +71,7 @@ def parallel(sizes: tuple[int, ...], factors: Sequence[str]) -> nn.Module:
     with restricted(splits_just_these):
         autoshard(model, mesh, (images(),), profile=slow_compute(), backend="eager", constraints=pins)
     plan: Any = model.autoshard_plan
-    assert set(factors) in [{s.factor for s in layouts.splits} for layouts in plan.assignment.values()]
+    assert set(factors) in [{s.factor for s in layouts.splits} for layouts in plan.planned.layouts.values()]
     return model
 
 

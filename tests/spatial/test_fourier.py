@@ -44,7 +44,7 @@ def test_transformed_dims_are_gathered(axes: dict[str, int]) -> None:
     found = [record for record in plan.records if "_fft_" in record.op]
     assert len(found) == 3  # there, back, and the gradient of going back
     for record in found:
-        (layout,) = plan.assignment[record.name].operands
+        (layout,) = plan.planned.layouts[record.name].operands
         assert layout.dims[2:] == ((), ())
         assert layout.dims[:2] != ((), ()), "neither batch nor channels are split"
     assert plan.fallbacks == ()

@@ -17,7 +17,7 @@ RANKS = 3
 
 def halos(plan: Plan | None) -> bool:
     assert plan is not None
-    return any(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
+    return any(layout.has_halo for layouts in plan.planned.layouts.values() for layout in layouts.operands)
 
 
 def on_rank(rank: int, work: Work) -> None:

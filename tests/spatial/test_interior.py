@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.lower.interior import in_parts
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
@@ -53,7 +53,7 @@ def forward_of(rank: int) -> fx.GraphModule:
         plan = find_plan(model, mesh, (x[..., :10],), profile=slow_compute(), **ends)  # type: ignore[arg-type]
     joint = canonical_capture(model, (x,), {}).joint
     groups = simulated_groups(mesh)
-    return rank_program(joint, plan.assignment, plan.lowering, mesh, rank, groups).phases.forward
+    return rank_program(joint, plan.planned, mesh, rank, groups).phases.forward
 
 
 @pytest.mark.parametrize(("rank", "parts"), [(0, [8, 2]), (1, [6, 2, 2]), (2, [8, 2])], ids=str)

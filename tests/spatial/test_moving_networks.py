@@ -27,9 +27,9 @@ def test_simulated(name: str, axes: dict[str, int], split: str) -> None:
     plan = find_plan(model, MeshSpec(axes), (x,), profile=slow_compute())
     found: set[str] = set()
     for node in canonicalize(capture(model, (x,), {}).joint).graph.nodes:
-        if node.op == "call_function" and node.name in plan.assignment:
+        if node.op == "call_function" and node.name in plan.planned.layouts:
             rule = rule_for(node)
-            factors = {part.factor for part in plan.assignment[node.name].splits}
+            factors = {part.factor for part in plan.planned.layouts[node.name].splits}
             seen = {rule.operands_and_results[t][d][0] for t, d in rule.windows}
             cut = {dim[0] for tensor in rule.operands_and_results for dim in tensor if len(dim) > 1}
             if factors & (seen | cut):

@@ -21,7 +21,7 @@ STEPS = 10
 
 def halos(plan: Plan) -> int:
     """Operands that are read with a halo."""
-    return sum(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
+    return sum(layout.has_halo for layouts in plan.planned.layouts.values() for layout in layouts.operands)
 
 
 SIMULATED = [
@@ -56,7 +56,7 @@ def test_a_plan_with_halos_from_a_file(tmp_path: Any) -> None:
     plan = find_plan(model, MeshSpec({"a": 7}), (x,), profile=slow_compute())
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert again.assignment == plan.assignment
+    assert again.planned.layouts == plan.planned.layouts
     assert "halo_exchange[a](" in again.to_text()
 
 

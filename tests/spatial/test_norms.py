@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard import Plan, autoshard
-from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture
 from autoshard.plan.task import search_plan
+from autoshard.planning import CallLayouts, Task, canonical_capture
 from autoshard.verification.part_errors import held_value
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import NodeLayouts
@@ -24,10 +24,10 @@ from passes.lower.one_piece import one_piece
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
 from passes.simulate.lockstep import simulated_groups
-from passes.simulate.lockstep_pieces import simulate_pieces
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.restricted import Keep, restricted
+from tests.verification.one_stage import simulate_pieces
 
 SHAPE = (3, 4, 9, 7)
 """Of a batch: samples, channels, rows, columns."""
@@ -115,9 +115,8 @@ class Simulated:
         with restricted(always_split(layout)):
             self.plan = search_plan(Task(captured, slow_compute(), mesh, call, pins, None, "eager", 60.0))
         self.joint, self.mesh = captured.joint, mesh
-        layouts, lowering = self.plan.assignment, self.plan.lowering
         self.programs = [
-            one_piece(rank_program(self.joint, layouts, lowering, mesh, rank, simulated_groups(mesh)))
+            one_piece(rank_program(self.joint, self.plan.planned, mesh, rank, simulated_groups(mesh)))
             for rank in range(mesh.device_count)
         ]
 
@@ -132,13 +131,12 @@ class Simulated:
         ]
         shards = [
             [
-                held_value(value.detach(), self.plan.assignment[node.name].results[0], self.mesh, rank)
+                held_value(value.detach(), self.plan.planned.layouts[node.name].results[0], self.mesh, rank)
                 for node, value in zip(self.joint.placeholders, values, strict=True)
             ]
             for rank in range(self.mesh.device_count)
         ]
-        names = [node.name for node in self.joint.placeholders]
-        results = simulate_pieces([self.programs], names, shards, self.mesh)
+        results = simulate_pieces(self.joint, [self.programs], shards, self.mesh)
         return {name: self._whole(i, [r[i] for r in results]) for i, name in enumerate(self._names())}
 
     def _names(self) -> list[str]:
@@ -148,7 +146,7 @@ class Simulated:
 
     def _whole(self, position: int, pieces: Sequence[Tensor | None]) -> Tensor:
         given = [i for i, result in enumerate(self.joint.results) if result is not None]
-        layout = self.plan.assignment["output"].operands[given.index(position)]
+        layout = self.plan.planned.layouts["output"].operands[given.index(position)]
         result = self.joint.results[position]
         assert result is not None and not layout.partial
         value = result.meta["val"]
@@ -162,7 +160,9 @@ class Simulated:
 
 def split_sums(plan: Plan) -> int:
     """Sums of which every rank makes a part, as the layouts say."""
-    return sum(bool(layout.partial) for layouts in plan.assignment.values() for layout in layouts.results)
+    return sum(
+        bool(layout.partial) for layouts in plan.planned.layouts.values() for layout in layouts.results
+    )
 
 
 def error(got: Tensor, exact: Tensor) -> float:

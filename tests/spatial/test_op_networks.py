@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], str]] = {
 def split_in_space(plan: Plan, op: str) -> dict[str, bool]:
     """Of every captured `op`, forward and backward, whether one of its operands is split in space."""
     found: dict[str, bool] = {}
-    for name, layouts in plan.assignment.items():
+    for name, layouts in plan.planned.layouts.items():
         if name.rstrip("_0123456789").removesuffix("_backward") == op:
             found[name] = any(any(layout.dims[2:]) for layout in layouts.operands)
     return found
@@ -107,6 +107,6 @@ def test_global_average_pooling() -> None:
     model = Between(lambda x: F.adaptive_avg_pool2d(x, 1), 2).double()
     own = torch.randn(1, 2, 25, 22, dtype=torch.float64)
     plan = find_plan(model, MeshSpec({"a": RANKS}), (own,), profile=slow_compute(), in_placements=[Shard(2)])
-    total = plan.assignment["sum_1"]
+    total = plan.planned.layouts["sum_1"]
     assert total.operands[0].dims[2] == ("a",) and total.results[0].partial == (("a", "sum"),)
     assert verify(model, plan, (torch.randn(1, 2, 75, 22, dtype=torch.float64),)).ok

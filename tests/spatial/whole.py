@@ -96,9 +96,9 @@ def run(case: Case, ranks: RankPool, folder: Path) -> Outcome:
     plan.save(folder / "plan.json")
     options = {"plan": str(folder / "plan.json"), "backend": case.backend}
     found = ranks.run(on_rank, *case.training, case.sizes, options, str(file), world=4, timeout_seconds=900)
-    halos = sum(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
+    halos = sum(layout.has_halo for layouts in plan.planned.layouts.values() for layout in layouts.operands)
     exchanges = sum(
-        transfer.text.startswith("halo_")
+        transfer.step.text().startswith("halo_")
         for r in plan.records
         for o in r.operands
         for transfer in o.transfers

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.simulate.reference import reference_inputs
 from passes.stages.graph_parts import graph_parts

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from cost_model.errors import ShardingError
 from passes.ir.graph_properties import INVARIANTS
 from passes.ir.joint import JointGraph

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.simulate.reference import graph_values, reference_inputs
 from passes.stages.choose_cut import choose_cut

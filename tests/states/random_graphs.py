@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.search.agree import first_overlaps

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import storage_root
 from passes.ir.phase_ops import ops_by_phase

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph, node_value
 from passes.states.offers import candidates, known_ops, places, users_choice
 from tests.states.test_compute_again import Block, joint_of

@@ -76,18 +76,18 @@ def test_a_limit_is_met_by_computing_again(free: Plan, share: float, tmp_path: P
     limit = int(share * free.peak_memory)
     plan = find_plan(model, free.mesh, (x,), memory_limit=limit)
     assert plan.peak_memory <= limit
-    assert plan.lowering.again
+    assert plan.planned.again
     assert plan.lower_bound <= plan.cost
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.lowering.again == plan.lowering.again
+    assert loaded.planned.again == plan.planned.again
     assert verify(model, loaded, (x,)).ok
 
 
 def test_without_a_limit_that_binds_nothing_changes(free: Plan) -> None:
     model, x = blocks()
     plan = find_plan(model, free.mesh, (x,), memory_limit=2 * free.peak_memory)
-    assert plan.lowering.again == ()
+    assert plan.planned.again == ()
     assert plan.records == free.records
 
 
@@ -98,9 +98,9 @@ def test_what_the_user_checkpoints_is_computed_again(reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Wrapped(True, reentrant)).double()
     x = torch.randn(4, 5, 4, dtype=torch.float64)
     plan = find_plan(model, MESH, (x,), recompute="user")
-    assert any(name.startswith("contract") for name in plan.lowering.again)
+    assert any(name.startswith("contract") for name in plan.planned.again)
     assert verify(model, plan, (x,)).ok
-    assert find_plan(model, MESH, (x,)).lowering.again == ()
+    assert find_plan(model, MESH, (x,)).planned.again == ()
 
 
 def test_too_little_for_any_states_says_what_would_do() -> None:

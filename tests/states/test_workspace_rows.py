@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.predict.convolution_copies import convolution_copies
 from passes.search.graph_ends import boundary_of

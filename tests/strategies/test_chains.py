@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan, verify
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import node_values
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import NO_CUTS, ops_of
@@ -52,10 +52,10 @@ def test_spans_that_earlier_gradients_read() -> None:
 
 def overlapping(plan: Plan, kind: str = "convolution") -> int:
     """Ops of that name of whose first results ranks compute the same."""
-    named = (name.rstrip("_0123456789") == kind for name in plan.assignment)
+    named = (name.rstrip("_0123456789") == kind for name in plan.planned.layouts)
     return sum(
         is_one and layouts.results[0].has_halo
-        for is_one, layouts in zip(named, plan.assignment.values(), strict=True)
+        for is_one, layouts in zip(named, plan.planned.layouts.values(), strict=True)
     )
 
 

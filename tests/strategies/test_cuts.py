@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan_prices import prices_of
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
@@ -123,7 +123,7 @@ def test_the_search_prices_groups_that_a_rank_runs(axes: dict[str, int]) -> None
     plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="inductor")
     joint = canonical_capture(model, inputs, {}).joint
     expected = forms(joint.graph)
-    phases = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh)).usual()
+    phases = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh)).usual()
     assert phases.backward is not None
     run = forms(phases.forward.graph) | forms(phases.backward.module.graph)
     assert len(expected) > 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.plan.find_plan import canonical_capture, find_plan
+from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import node_value, tensor_operands
@@ -39,8 +39,8 @@ def test_the_search_prices_what_a_rank_runs(axes: dict[str, int]) -> None:
     inputs = (torch.randn(8, 16),)
     plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="eager")
     joint = canonical_capture(model, inputs, {}).joint
-    expected = global_keys(joint.graph, plan.assignment, mesh)
-    local = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh)).local
+    expected = global_keys(joint.graph, plan.planned.layouts, mesh)
+    local = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh)).local
     mine = {
         local_key(n)
         for n in local.module.graph.nodes
@@ -60,12 +60,12 @@ def test_convolutions_that_are_split_in_space_are_near_what_a_rank_runs() -> Non
     plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="eager")
     joint = canonical_capture(model, inputs, {}).joint
     convolutions = [n for n in joint.graph.nodes if "convolution" in str(n.target)]
-    assert any(any(held.halos) for n in convolutions for held in plan.assignment[n.name].operands)
-    local = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh)).local
+    assert any(any(held.halos) for n in convolutions for held in plan.planned.layouts[n.name].operands)
+    local = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh)).local
     run = [local_key(n) for n in local.module.graph.nodes if "convolution" in str(n.target)]
     work = KernelWork(1.0, 1.0, "float32")
     timed = TimedPrices(tuple(TimedKernel(key, work, 1.0) for key in run))
-    keys = global_keys(joint.graph, plan.assignment, mesh)
+    keys = global_keys(joint.graph, plan.planned.layouts, mesh)
     assert len(convolutions) > 3
     found = {timed.priced(keys[n.name]) for n in convolutions}
     assert "near" in found and "modelled" not in found

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_work import arithmetic_kind
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value, node_values, tensor_operands
 from passes.strategies.traffic import eager_traffic, uncompiled_traffic
 

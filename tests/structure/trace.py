@@ -21,7 +21,7 @@ from passes.ir.joint import JointGraph, result_shapes, tensor_operands
 from passes.layout.assignment import NodeLayouts
 from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import rank_program
-from passes.plan.decide import decide_lowering
+from passes.plan.decide import decide
 from passes.plan.describe import short_dtype
 from passes.predict.predict_step import predict_phases
 from passes.rules.core.rule_registry import rule_for
@@ -66,7 +66,7 @@ def trace() -> str:
 
 
 def _page(raw: JointGraph, joint: JointGraph, plan: Plan, prices: Prices) -> Iterator[str]:
-    program = rank_program(joint, plan.assignment, plan.lowering, MESH, 0, simulated_groups(MESH))
+    program = rank_program(joint, plan.planned, MESH, 0, simulated_groups(MESH))
     split = split_phases(program.local.module, joint.inputs, joint.outputs)
     ordered = program.usual()
     yield INTRODUCTION
@@ -74,7 +74,9 @@ def _page(raw: JointGraph, joint: JointGraph, plan: Plan, prices: Prices) -> Ite
     yield from _section("canonicalize", CANONICALIZE, _graph(joint.graph))
     product = next(node for node in joint.graph.nodes if "contract" in str(node.target))
     yield from _section("rules", RULES, _rule(product))
-    yield from _section("strategies", STRATEGIES, _strategies(product, plan.assignment[product.name], prices))
+    yield from _section(
+        "strategies", STRATEGIES, _strategies(product, plan.planned.layouts[product.name], prices)
+    )
     yield from _section("redistribution", REDISTRIBUTION, _steps(joint, plan, prices))
     yield from _section("plan", PLAN, plan.to_text().splitlines())
     yield from _section("partition", PARTITION, _graph(program.local.module.graph))
@@ -144,11 +146,12 @@ def _strategies(node: fx.Node, chosen: NodeLayouts, prices: Prices) -> Iterator[
 
 
 def _steps(joint: JointGraph, plan: Plan, prices: Prices) -> Iterator[str]:
-    lowering, moved = decide_lowering(joint, plan.assignment, prices)
-    assert lowering == plan.lowering
-    for (reader, position), found in moved.items():
-        phase, turn = lowering.turns[reader, position]
-        for step, seconds in zip(found.steps, found.step_seconds, strict=True):
+    planned = decide(joint, plan.planned.layouts, prices)
+    assert planned == plan.planned
+    for (reader, position), steps in planned.steps.items():
+        phase, turn = planned.turns[reader, position]
+        moved = planned.reads[reader, position].transfers
+        for step, seconds in zip(steps, (one.seconds for one in moved), strict=True):
             what = f"operand {position} of {reader}"
             where = f"{('forward', 'backward')[phase]} {turn}"
             yield f"{what:24} {step.before} -> {step.after}: {step.text()}, {format_seconds(seconds)}, turn {where}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from autoshard import MeshSpec, PipelinePlan, find_plan, verify
+from autoshard import MeshSpec, PipelinePlan, Plan, find_plan, verify
 from autoshard.verification import simulated_step
+from passes.ir.joint import JointGraph
+from passes.lower.rank_program import RankProgram
 from tests.profiles import slow_compute
 from tests.runtime.test_stages import BATCH, CASES, made
 
@@ -44,10 +44,12 @@ def test_every_result_is_that_of_the_unsharded_model(name: str, axes: dict[str, 
 def test_a_piece_that_runs_twice_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows in the place of the last."""
     plan = planned("mlp", {"pp": 2, "dp": 2}, 3)
-    honest = simulated_step.simulate_stages
-    twice = lambda stage: replace(stage, pieces=[*stage.pieces[:-1], stage.pieces[0]])
-    monkeypatch.setattr(
-        simulated_step, "simulate_stages", lambda stages, mesh: honest(list(map(twice, stages)), mesh)
-    )
+    honest = simulated_step.rank_programs
+
+    def twice(joint: JointGraph, stage: Plan) -> list[list[RankProgram]]:
+        programs = honest(joint, stage)
+        return [*programs[:-1], programs[0]]
+
+    monkeypatch.setattr(simulated_step, "rank_programs", twice)
     report = verify(made("mlp"), plan, CASES["mlp"].call(BATCH))
     assert not report.ok and report.max_error > 0.01

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import MeshSpec
-from autoshard.plan.find_plan import autocast_as, canonical_capture
+from autoshard.planning import autocast_as, canonical_capture
 from passes.ir.joint import JointGraph
 from passes.plan.describe import graph_hash
 from tests.models import seeded

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.plan.find_plan import canonical_capture
+from autoshard.planning import canonical_capture
 from passes.capture import Captured
 
 __all__ = ["captured_for_cuda"]

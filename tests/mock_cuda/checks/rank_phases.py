@@ -6,9 +6,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.global_call import output_layouts
-from autoshard.plan.find_plan import CallLayouts, Task
 from autoshard.plan.plan_fits import axes_in
 from autoshard.plan.task import search_plan
+from autoshard.planning import CallLayouts, Task
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -33,7 +33,7 @@ def rank_phases(case: Example, mesh: DeviceMesh, ranks: tuple[int, ...]) -> dict
     groups = groups_for(mesh, axes_in(plan))
     found: dict[str, fx.GraphModule] = {}
     for rank in ranks:
-        ours = rank_program(captured.joint, plan.assignment, plan.lowering, spec, rank, groups)
+        ours = rank_program(captured.joint, plan.planned, spec, rank, groups)
         found[f"rank {rank} forward"] = ours.phases.forward
         if ours.phases.backward is not None:
             found[f"rank {rank} backward"] = ours.backward().module

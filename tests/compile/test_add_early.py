@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.lower.add_early import add_early
+from passes.compile.compile_graph import add_early
 
 MUL, NEG = torch.ops.aten.mul.Tensor, torch.ops.aten.neg.default
 
