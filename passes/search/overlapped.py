@@ -15,7 +15,7 @@ memory does not bind, comes first: if its solution is like that indeed, it is op
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -61,13 +61,15 @@ def solve_overlapped(
     rows_inside: int = ROWS_INSIDE,
     warm: tuple[int, ...] | None = None,
     relative_gap: float = 0.0,
+    known: Iterable[tuple[int, ...]] = (),
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
-    when it stops. Raises Infeasible.
+    when it stops. known: choices that may be mixed with one that is best: where their mixes are best, the problem is
+    solved first. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
@@ -76,6 +78,7 @@ def solve_overlapped(
     search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
     if warm is not None:
         search.offer(warm)
+    search.know(known)
     search.run()
     return search.solution()
 
@@ -100,6 +103,7 @@ class CuttingPlanes:
         self.bound = -np.inf
         self.bound_at = Point.first(kinds.paths)
         self.found: list[tuple[int, ...]] = []
+        self.known = 0
         self.planes: list[Plane] = []
         self.rows: list[int] = []
         self.cap = 0.0
@@ -109,6 +113,8 @@ class CuttingPlanes:
     def run(self) -> None:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more."""
         point: Point | None = self.bound_at
+        if self.mixes and len(self.planes) > 1 and (found := self._highest_point()) is not None:
+            self.highest, point = self._of_mixes(found)
         for _ in range(ROUNDS):
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
@@ -129,7 +135,7 @@ class CuttingPlanes:
         """Solutions of weighted problems that fit, by their seconds."""
         seconds = {
             choice: self.kinds.seconds(self.problem, choice)
-            for choice in self.found
+            for choice in self.found[self.known :]
             if choice != self.choice and self.problem.fits(choice)
         }
         return tuple(sorted(seconds, key=lambda choice: seconds[choice]))
@@ -151,8 +157,7 @@ class CuttingPlanes:
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
             self.worth = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
-        self._add_plane(found.choice)
-        self.offer(found.choice)
+        self.add(found.choice)
         self._mix()
 
     def _inner_gap(self) -> float:
@@ -173,6 +178,17 @@ class CuttingPlanes:
             self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
         self.found.append(choice)
         self.planes.append(plane)
+
+    def know(self, choices: Iterable[tuple[int, ...]]) -> None:
+        """Choices that other searches found."""
+        for choice in choices:
+            self.add(choice)
+        self.known = len(self.found)
+
+    def add(self, choice: tuple[int, ...]) -> None:
+        """A choice that was found, and its plane."""
+        self._add_plane(choice)
+        self.offer(choice)
 
     def offer(self, choice: Sequence[int]) -> None:
         """Take a choice, or a mix of it with the best one, if it fits and is better."""
@@ -232,8 +248,7 @@ class CuttingPlanes:
             choice = tuple(k[a] for k, a in zip(keep, mix.choice, strict=True))
             if mix.cost >= (1.0 - INNER_GAP) * highest or choice in self.found:
                 break
-            self._add_plane(choice)
-            self.offer(choice)
+            self.add(choice)
             found = self._highest_point() or found
         return found
 

@@ -47,6 +47,7 @@ class RivalChoices:
             time_limit=self._left(),
             warm=warm,
             relative_gap=gap,
+            known=list(self.found),
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
