@@ -127,10 +127,13 @@ class _Search:
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
-        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), _inner(self.gap))
+        warm = self.start.choice(self.space)
+        # Where it is looked at anyway it goes first: the search by the objective starts from it.
+        first = self.rivals.unhidden(warm) if self.small and self.space.problem.limit is None else ()
+        self.solution = self.rivals.solve(overlaps, warm, _inner(self.gap))
         self.best = self.judging.of(self.solution.choice)
         if self.small or self.best.difference(overlaps) > AGREES:
-            self._extremes()
+            self._extremes(first)
         for look in (self._corrected, self._stored, self._turned, self._corrected) if self.small else ():
             if self._is_within(self.gap) or self.judging.late():
                 break
@@ -149,11 +152,11 @@ class _Search:
     def _look(self, choices: Iterable[Choice]) -> None:
         self.best = self.judging.best_of(choices, self.best)
 
-    def _extremes(self) -> None:
+    def _extremes(self, unhidden: Sequence[Choice]) -> None:
         """What the objective may be wrong about, taken as far as it goes: an objective that is right about one plan may
         be far over another's."""
         rivals = self.rivals
-        self._look(rivals.unhidden(self.best))
+        self._look(unhidden or rivals.unhidden(self.best.choice))
         self._look(rivals.alone(self.overlaps, self.best))
         self._look(rivals.awaited(self.overlaps, self.best))
         self._turn_to([one.choice for one in self.judging.known.values()], 1)

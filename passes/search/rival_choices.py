@@ -52,10 +52,10 @@ class RivalChoices:
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
 
-    def unhidden(self, best: JudgedChoice) -> Iterator[Choice]:
+    def unhidden(self, warm: Choice | None) -> Sequence[Choice]:
         """The fastest if nothing hides: where the objective is the timeline of one plan, it may be far over another's,
         whose gathers share buckets."""
-        yield self._if_nothing_hides(self._space.problem, best)
+        return [self._if_nothing_hides(self._space.problem, warm)]
 
     def awaited(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         """As if more of what the backward waits for hid behind fillers, where that may be worth something."""
@@ -70,7 +70,7 @@ class RivalChoices:
         starts = unpaid_starts(best.totals, best.missing(overlaps))
         if max(starts) > UNPAID * best.seconds:
             problem = started_alone(self._space.problem, self._space.kinds(overlaps), starts)
-            yield self._if_nothing_hides(problem, best)
+            yield self._if_nothing_hides(problem, best.choice)
 
     def stored(
         self, overlaps: Sequence[PhaseOverlap], seconds: float, late: Callable[[], bool]
@@ -89,8 +89,8 @@ class RivalChoices:
             if taken <= (1.0 + FAR) * seconds:
                 yield self._apart(allowed, EXACT_GAP, rough)
 
-    def _if_nothing_hides(self, problem: Problem, warm: JudgedChoice) -> Choice:
-        found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=warm.choice)
+    def _if_nothing_hides(self, problem: Problem, warm: Choice | None) -> Choice:
+        found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=warm)
         self.found[found.choice] = None
         return found.choice
 
