@@ -68,8 +68,7 @@ def solve_overlapped(
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
-    when it stops. known: choices that may be mixed with one that is best: where their mixes are best, the problem is
-    solved first. Raises Infeasible.
+    when it stops. known: what other searches found: where mixes of it are best is solved first. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
@@ -78,7 +77,9 @@ def solve_overlapped(
     search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
     if warm is not None:
         search.offer(warm)
-    search.know(known)
+    for choice in known:
+        search.add(choice)
+    search.known = len(search.found)
     search.run()
     return search.solution()
 
@@ -86,7 +87,8 @@ def solve_overlapped(
 class CuttingPlanes:
     """The best choice that fits, the best bound and its point, all choices so far, and their planes.
 
-    worth: seconds for using the limit once more at a row, as the problem says that gave the best bound."""
+    worth: seconds for using the limit once more at a row, as the problem says that gave the best bound. known: choices
+    that other searches found."""
 
     def __init__(
         self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool, relative_gap: float
@@ -169,7 +171,8 @@ class CuttingPlanes:
     def _solved(self, inner: Problem, gap: float) -> Solution:
         return solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
 
-    def _add_plane(self, choice: tuple[int, ...]) -> None:
+    def add(self, choice: tuple[int, ...]) -> None:
+        """A choice that was found, and its plane."""
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
         plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
@@ -178,16 +181,6 @@ class CuttingPlanes:
             self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
         self.found.append(choice)
         self.planes.append(plane)
-
-    def know(self, choices: Iterable[tuple[int, ...]]) -> None:
-        """Choices that other searches found."""
-        for choice in choices:
-            self.add(choice)
-        self.known = len(self.found)
-
-    def add(self, choice: tuple[int, ...]) -> None:
-        """A choice that was found, and its plane."""
-        self._add_plane(choice)
         self.offer(choice)
 
     def offer(self, choice: Sequence[int]) -> None:
