@@ -146,7 +146,7 @@ def fitting(
     if fewest is None and half.left <= 0.0:
         return planned(captured, deadline)
     for cut in itertools.chain([fewest] if fewest else [], cuts):
-        if deadline.left <= 0.0:
+        if deadline.left <= 0.0 and cut is not fewest:
             break
         try:
             found = planned(cut, deadline)

@@ -15,7 +15,7 @@ memory does not bind, comes first: if its solution is like that indeed, it is op
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -62,13 +62,15 @@ def solve_overlapped(
     warm: tuple[int, ...] | None = None,
     relative_gap: float = 0.0,
     known: Iterable[tuple[int, ...]] = (),
+    hear: Callable[[Solution], object] = lambda _: None,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
-    when it stops. known: what other searches found: where mixes of it are best is solved first. Raises Infeasible.
+    when it stops. known: what other searches found: where mixes of it are best is solved first. hear: told of the best
+    choice and its bound where they are not the last. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
@@ -80,15 +82,14 @@ def solve_overlapped(
     for choice in known:
         search.add(choice)
     search.known = len(search.found)
-    search.run()
+    search.run(hear)
     return search.solution()
 
 
 class CuttingPlanes:
     """The best choice that fits, the best bound and its point, all choices so far, and their planes.
 
-    worth: seconds for using the limit once more at a row, as the problem says that gave the best bound. known: choices
-    that other searches found."""
+    worth: seconds for using the limit once more at a row, by the best bound. known: choices of other searches."""
 
     def __init__(
         self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool, relative_gap: float
@@ -112,8 +113,9 @@ class CuttingPlanes:
         self.highest = np.inf
         self.worth: dict[int, float] = {}
 
-    def run(self) -> None:
-        """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more."""
+    def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
+        """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more. hear: told of what is
+        known after each but the last."""
         point: Point | None = self.bound_at
         if self.mixes and len(self.planes) > 1 and (found := self._highest_point()) is not None:
             self.highest, point = self._of_mixes(found)
@@ -121,6 +123,8 @@ class CuttingPlanes:
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
                 break
+            if self.choice:
+                hear(Solution(self.choice, self.cost, self.bound, self._gap(), "feasible"))
             point = self._next()
             if point is None:
                 break
@@ -131,16 +135,10 @@ class CuttingPlanes:
         bound = min(self.bound, self.cost)
         gap = (self.cost - bound) / max(abs(self.cost), 1e-300)
         status = "optimal" if gap <= ROUNDING else "feasible"
-        return Solution(self.choice, self.cost, bound, gap, status, others=self._others())
-
-    def _others(self) -> tuple[tuple[int, ...], ...]:
-        """Solutions of weighted problems that fit, by their seconds."""
-        seconds = {
-            choice: self.kinds.seconds(self.problem, choice)
-            for choice in self.found[self.known :]
-            if choice != self.choice and self.problem.fits(choice)
-        }
-        return tuple(sorted(seconds, key=lambda choice: seconds[choice]))
+        others = [each for each in dict.fromkeys(self.found[self.known :]) if each != self.choice]
+        fitting = filter(self.problem.fits, others)
+        ordered = sorted(fitting, key=lambda choice: self.kinds.seconds(self.problem, choice))
+        return Solution(self.choice, self.cost, bound, gap, status, others=tuple(ordered))
 
     def _gap(self) -> float:
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300) if self.choice else np.inf
@@ -281,9 +279,9 @@ class TiedPlanes(CuttingPlanes):
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
         self.ties = ties
 
-    def run(self) -> None:
+    def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
         """Raises Infeasible if no choice fits, tied or not, or none was found."""
-        super().run()
+        super().run(hear)
         choices = list(dict.fromkeys(self.found))
         self._offer_mix(choices, 2.0 * self._mix_seconds())
         if not self.choice:

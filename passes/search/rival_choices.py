@@ -39,8 +39,14 @@ class RivalChoices:
         self._space, self._left = space, left
         self.found: dict[Choice, None] = {}
 
-    def solve(self, overlaps: Sequence[PhaseOverlap], warm: Choice | None, gap: float) -> Solution:
-        """The fastest by the objective."""
+    def solve(
+        self,
+        overlaps: Sequence[PhaseOverlap],
+        warm: Choice | None,
+        gap: float,
+        hear: Callable[[Solution], object] = lambda _: None,
+    ) -> Solution:
+        """The fastest by the objective. hear: of `solve_overlapped`."""
         found = solve_overlapped(
             self._space.problem,
             self._space.kinds(overlaps),
@@ -48,14 +54,15 @@ class RivalChoices:
             warm=warm,
             relative_gap=gap,
             known=list(self.found),
+            hear=hear,
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
 
-    def unhidden(self, warm: Choice | None) -> Sequence[Choice]:
+    def unhidden(self, best: JudgedChoice) -> Iterator[Choice]:
         """The fastest if nothing hides: where the objective is the timeline of one plan, it may be far over another's,
         whose gathers share buckets."""
-        return [self._if_nothing_hides(self._space.problem, warm)]
+        yield self._if_nothing_hides(self._space.problem, best)
 
     def awaited(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         """As if more of what the backward waits for hid behind fillers, where that may be worth something."""
@@ -70,7 +77,7 @@ class RivalChoices:
         starts = unpaid_starts(best.totals, best.missing(overlaps))
         if max(starts) > UNPAID * best.seconds:
             problem = started_alone(self._space.problem, self._space.kinds(overlaps), starts)
-            yield self._if_nothing_hides(problem, best.choice)
+            yield self._if_nothing_hides(problem, best)
 
     def stored(
         self, overlaps: Sequence[PhaseOverlap], seconds: float, late: Callable[[], bool]
@@ -89,8 +96,8 @@ class RivalChoices:
             if taken <= (1.0 + FAR) * seconds:
                 yield self._apart(allowed, EXACT_GAP, rough)
 
-    def _if_nothing_hides(self, problem: Problem, warm: Choice | None) -> Choice:
-        found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=warm)
+    def _if_nothing_hides(self, problem: Problem, warm: JudgedChoice) -> Choice:
+        found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=warm.choice)
         self.found[found.choice] = None
         return found.choice
 
