@@ -72,6 +72,7 @@ def load_profile(profile: ProfileLike, mesh: DeviceMesh | MeshSpec) -> Profile:
 
 
 @random_state_kept()
+@collector_paused()
 def find_plan(
     model: nn.Module,
     mesh: DeviceMesh | MeshSpec,

@@ -133,17 +133,19 @@ def fitting(
     joint = captured.joint
     if memory_limit is None or joint.head_pieces > 1 or not trains(joint) or not may_have_head(joint):
         return planned(captured, deadline)
-    cuts = _cuts(captured)
-    fewest = next(cuts, None)
-    if fewest is None:
-        return planned(captured, deadline)
+    half = deadline.share(_WHOLE_SHARE)
     try:
-        return planned(captured, deadline.share(_WHOLE_SHARE))
+        return planned(captured, half)
     except Uncut:
         raise
     except InfeasibleError as error:
         reason = error
-    for cut in itertools.chain([fewest], cuts):
+    # Only now, since it takes a search to say whether the head can be cut.
+    cuts = _cuts(captured)
+    fewest = next(cuts, None)
+    if fewest is None and half.left <= 0.0:
+        return planned(captured, deadline)
+    for cut in itertools.chain([fewest] if fewest else [], cuts):
         if deadline.left <= 0.0 and cut is not fewest:
             break
         try:

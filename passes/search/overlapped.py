@@ -15,7 +15,7 @@ memory does not bind, comes first: if its solution is like that indeed, it is op
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -61,6 +61,7 @@ def solve_overlapped(
     rows_inside: int = ROWS_INSIDE,
     warm: tuple[int, ...] | None = None,
     relative_gap: float = 0.0,
+    known: Iterable[tuple[int, ...]] = (),
     hear: Callable[[Solution], object] = lambda _: None,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
@@ -68,7 +69,8 @@ def solve_overlapped(
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
-    when it stops. hear: told of the best choice and its bound where they are not the last. Raises Infeasible.
+    when it stops. known: what other searches found: where mixes of it are best is solved first. hear: told of the best
+    choice and its bound where they are not the last. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
@@ -77,6 +79,9 @@ def solve_overlapped(
     search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
     if warm is not None:
         search.offer(warm)
+    for choice in known:
+        search.add(choice)
+    search.known = len(search.found)
     search.run(hear)
     return search.solution()
 
@@ -84,7 +89,7 @@ def solve_overlapped(
 class CuttingPlanes:
     """The best choice that fits, the best bound and its point, all choices so far, and their planes.
 
-    worth: seconds for using the limit once more at a row, as the problem says that gave the best bound."""
+    worth: seconds for using the limit once more at a row, by the best bound. known: choices of other searches."""
 
     def __init__(
         self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool, relative_gap: float
@@ -101,6 +106,7 @@ class CuttingPlanes:
         self.bound = -np.inf
         self.bound_at = Point.first(kinds.paths)
         self.found: list[tuple[int, ...]] = []
+        self.known = 0
         self.planes: list[Plane] = []
         self.rows: list[int] = []
         self.cap = 0.0
@@ -111,6 +117,8 @@ class CuttingPlanes:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more. hear: told of what is
         known after each but the last."""
         point: Point | None = self.bound_at
+        if self.mixes and len(self.planes) > 1 and (found := self._highest_point()) is not None:
+            self.highest, point = self._of_mixes(found)
         for _ in range(ROUNDS):
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
@@ -127,16 +135,10 @@ class CuttingPlanes:
         bound = min(self.bound, self.cost)
         gap = (self.cost - bound) / max(abs(self.cost), 1e-300)
         status = "optimal" if gap <= ROUNDING else "feasible"
-        return Solution(self.choice, self.cost, bound, gap, status, others=self._others())
-
-    def _others(self) -> tuple[tuple[int, ...], ...]:
-        """Solutions of weighted problems that fit, by their seconds."""
-        seconds = {
-            choice: self.kinds.seconds(self.problem, choice)
-            for choice in self.found
-            if choice != self.choice and self.problem.fits(choice)
-        }
-        return tuple(sorted(seconds, key=lambda choice: seconds[choice]))
+        others = [each for each in dict.fromkeys(self.found[self.known :]) if each != self.choice]
+        fitting = filter(self.problem.fits, others)
+        ordered = sorted(fitting, key=lambda choice: self.kinds.seconds(self.problem, choice))
+        return Solution(self.choice, self.cost, bound, gap, status, others=tuple(ordered))
 
     def _gap(self) -> float:
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300) if self.choice else np.inf
@@ -155,8 +157,7 @@ class CuttingPlanes:
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
             self.worth = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
-        self._add_plane(found.choice)
-        self.offer(found.choice)
+        self.add(found.choice)
         self._mix()
 
     def _inner_gap(self) -> float:
@@ -168,7 +169,8 @@ class CuttingPlanes:
     def _solved(self, inner: Problem, gap: float) -> Solution:
         return solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
 
-    def _add_plane(self, choice: tuple[int, ...]) -> None:
+    def add(self, choice: tuple[int, ...]) -> None:
+        """A choice that was found, and its plane."""
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
         plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
@@ -177,6 +179,7 @@ class CuttingPlanes:
             self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
         self.found.append(choice)
         self.planes.append(plane)
+        self.offer(choice)
 
     def offer(self, choice: Sequence[int]) -> None:
         """Take a choice, or a mix of it with the best one, if it fits and is better."""
@@ -236,8 +239,7 @@ class CuttingPlanes:
             choice = tuple(k[a] for k, a in zip(keep, mix.choice, strict=True))
             if mix.cost >= (1.0 - INNER_GAP) * highest or choice in self.found:
                 break
-            self._add_plane(choice)
-            self.offer(choice)
+            self.add(choice)
             found = self._highest_point() or found
         return found
 

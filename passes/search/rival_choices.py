@@ -53,6 +53,7 @@ class RivalChoices:
             time_limit=self._left(),
             warm=warm,
             relative_gap=gap,
+            known=list(self.found),
             hear=hear,
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))

@@ -98,7 +98,11 @@ def test_a_call_whose_head_cannot_be_cut_has_all_the_time(monkeypatch: pytest.Mo
     monkeypatch.setattr("autoshard.plan.micro_batches.cut_head", uncut)
     with pytest.raises(InfeasibleError, match="not at all"):
         fitting(captured(), LIMIT, refusing, Deadline.after(6000.0))
-    assert len(given) == 1 and given[0] > 5900.0
+    assert len(given) == 1, "what is known not to fit is not asked again"
+    given.clear()
+    with pytest.raises(InfeasibleError, match="not at all"):
+        fitting(captured(), LIMIT, refusing, Deadline.after(0.0))
+    assert len(given) == 2, "where time ended it, with the rest of it"
 
 
 def test_without_a_limit_nothing_else_is_asked() -> None:
