@@ -24,25 +24,16 @@ _WORTH = 0.01
 
 
 @dataclass(frozen=True)
-class Spared:
-    """What it costs a plan that a limit leaves little to transfers: seconds that it would be faster by with a part of
-    what prices say, for which `missing` bytes are too few."""
-
-    gained: float = 0.0
-    missing: int = 0
-
-
-@dataclass(frozen=True)
 class Judged:
     """prices: that it was lowered by. moved: every transfer's steps with theirs. step: None where it was not put on the
-    timeline. partly: where a limit leaves less to transfers, with the least that is too much."""
+    timeline. tried: within a limit, each as it is lowered with so much in transfers at once."""
 
     assignment: Assignment
     prices: Prices
     lowering: LoweringPlan
     moved: Moved
     step: Prediction | None
-    partly: Judged | None = None
+    tried: tuple[Judged, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -66,12 +57,6 @@ class Judged:
         assert self.step is not None
         return self.step.phase_seconds
 
-    def spared(self, over: Callable[[Judged], int]) -> Spared:
-        """over: bytes by which a plan is over the limit."""
-        if self.partly is None:
-            return Spared()
-        return Spared(self.seconds - self.partly.seconds, over(self.partly))
-
     @property
     def collectives(self) -> list[Step]:
         return [step for way in self.moved.values() for step in way.steps if step.kind is not None]
@@ -91,24 +76,22 @@ def judged_within(
     is least over is returned.
     """
     steps = StepInOrders(joint, assignment)
-    first = _judged(joint, assignment, prices, steps.predicted)
+    tried = [_judged(joint, assignment, prices, steps.predicted)]
+    (first,) = tried
     moved = first.peak.by_kind[KINDS.index("moved")]
-    if over(first) <= 0 or moved < _WORTH * first.peak.nbytes:
-        return first
-    again = lambda nbytes: _judged(joint, assignment, prices.holding(nbytes), steps.predicted)
-    alone = again(0)
-    if over(alone) > 0:
-        return min(first, alone, key=over)
-    best, partly = alone, first
-    too_much, fits = 0, _HALVINGS
-    while fits - too_much > 1:
-        middle = (too_much + fits) // 2
-        one = again(moved >> middle)
-        if over(one) > 0:
-            too_much, partly = middle, one
-        else:
-            fits, best = middle, min(best, one, key=lambda each: each.seconds)
-    return replace(best, partly=partly)
+
+    def fits(nbytes: int) -> bool:
+        tried.append(_judged(joint, assignment, prices.holding(nbytes), steps.predicted))
+        return over(tried[-1]) <= 0
+
+    if over(first) > 0 and moved >= _WORTH * first.peak.nbytes and fits(0):
+        too_much, enough = 0, _HALVINGS
+        while enough - too_much > 1:
+            middle = (too_much + enough) // 2
+            too_much, enough = (too_much, middle) if fits(moved >> middle) else (middle, enough)
+    fitting = [one for one in tried if over(one) <= 0]
+    best = min(fitting, key=lambda one: one.seconds) if fitting else min(tried, key=over)
+    return replace(best, tried=tuple(tried))
 
 
 def _judged(

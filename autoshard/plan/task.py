@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autoshard.plan.correcting import Chosen, Program, Way
 from autoshard.plan.families import Again, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
@@ -33,7 +34,6 @@ from autoshard.plan.plan_prices import (
     prices_as_in,
     prices_of,
 )
-from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime
@@ -56,7 +56,7 @@ from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.judged_choice import Judgement
+from passes.search.judged_choice import Judgement, overlaps_of
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import EXPOSED, phase_seconds
@@ -238,12 +238,17 @@ def search_plans(
     def messages(found: Found) -> int:
         return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
 
-    spared = lambda found: known[id(found.assignment)].spared(over)
+
+    def programs(found: Found) -> list[Program]:
+        tried = known[id(found.assignment)].tried
+        as_it_takes = lambda one: overlaps_of(found.totals, one.phase_seconds, found.overlaps)
+        return [Program(one.seconds, over(one), as_it_takes(one), one.memory.held()) for one in tried]
+
     again = tuple(_pinned(task) or ())
     whole = compute_again(task.joint, again)
     ways = way(0, task.prices), way(1, task.prices.avoiding(MESSAGES))
     families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
-    within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)
+    within_limit = StatesWithin(whole, ways, reserve, messages, programs, families)
     try:
         found = within_limit.found(task.memory_limit, until)
     except (InfeasibleError, OutOfTime) as error:

@@ -108,7 +108,8 @@ class CuttingPlanes:
 
     def run(self) -> None:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more."""
-        point: Point | None = self.bound_at
+        found = self._highest_point() if self.planes else None
+        point: Point | None = self.bound_at if found is None else found[1]
         for _ in range(ROUNDS):
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
@@ -272,6 +273,12 @@ class TiedPlanes(CuttingPlanes):
     ) -> None:
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
         self.ties = ties
+
+    def remember(self, choices: Sequence[tuple[int, ...]]) -> None:
+        """Those of a search within another limit, or where phases overlap otherwise: their planes are known."""
+        for choice in choices:
+            self._add_plane(choice)
+            self.offer(choice)
 
     def run(self) -> None:
         """Raises Infeasible if no choice fits, tied or not, or none was found."""
