@@ -18,16 +18,17 @@ from passes.search.corrected_rows import Held
 from passes.search.find import Found
 from passes.search.find_states import NoStates, OfferedStates, States
 from passes.search.narrowing import Narrowing
-from passes.search.step_kinds import PhaseOverlap
 from passes.states.compute_again import compute_again
 
 _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
-_ROUNDS = 8
+_ROUNDS = 6
 """How often states are chosen, at most."""
 _MORE, _RAISE, _FURTHEST = 1e-3, 1.05, 1.5
 """Where no states fit as counted: share by which the next room is larger than the least that any need, and than the
 room before; and the largest, of the limit."""
+_PATIENCE = 2
+"""How many programs in a row may be no faster, once one fits."""
 _WORTH = 0.01
 """Share of the time that states must be able to save, by the bound, to be chosen once more."""
 
@@ -54,17 +55,16 @@ class Way:
 
 @dataclass(frozen=True)
 class Program:
-    """A plan lowered with so much in transfers at once. over: bytes by which it is over the limit, with what it needs
-    besides. overlaps: by which its layouts are counted as it takes. held: bytes at each op."""
+    """A plan lowered with so much in transfers at once. phases: seconds of each. over: bytes by which it is over the
+    limit, with what it needs besides. held: at each op."""
 
-    seconds: float
+    phases: Sequence[float]
     over: int
-    overlaps: Sequence[PhaseOverlap]
     held: Held
 
     def price(self, worth: float) -> float:
         """Seconds that it would take within the limit, where a byte is worth so many."""
-        return self.seconds + worth * max(0, self.over)
+        return sum(self.phases) + worth * max(0, self.over)
 
 
 @dataclass
@@ -119,11 +119,19 @@ class Correcting:
         # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
         if room <= 0 or self.joint.in_flight > 1:
             room = self.limit - self.reserve(None)
+        patience = _PATIENCE
         for number in range(_ROUNDS):
+            before = self._seconds
             found = self._round(room, prove=number > 0)
-            if found is None:
+            if self._seconds < math.inf:
+                patience = _PATIENCE if self._seconds < before * (1.0 - _WORTH) else patience - 1
+            if found is None or not patience:
                 return
             room = self.limit - self.reserve(found)
+
+    @property
+    def _seconds(self) -> float:
+        return math.inf if self.best is None else self.best.seconds
 
     def _round(self, room: int, *, prove: bool) -> Found | None:
         """The plan of states for a room, by which others are counted from then on; None: there are none worth it."""
@@ -131,17 +139,15 @@ class Correcting:
         if not prove and states.seconds >= self.faster:
             states, prove = self._states(room, True), True
         self.bound = states.lower_bound if prove else 0.0
-        wanted = min(self.faster, math.inf if self.best is None else self.best.seconds * (1.0 - _WORTH))
-        if self.bound >= wanted or any(states.are(one) for one in self.judged):
-            return None
-        if self.best is not None and states.seconds >= wanted:
+        wanted = min(self.faster, self._seconds * (1.0 - _WORTH))
+        hopeless = self.bound >= wanted or (self.best is not None and states.seconds >= wanted)
+        if hopeless or any(states.are(one) for one in self.judged):
             return None
         found = self._judged(states)
-        if found is None:
-            return None
-        self._take(found)
-        program = self._closest(found, states)
-        self.offered.correct(states, program.overlaps, program.held)
+        if found is not None:
+            self._take(found)
+            program = self._closest(found, states)
+            self.offered.correct(states, program.phases, program.held)
         return found
 
     def _states(self, room: int, prove: bool) -> States:
@@ -161,7 +167,6 @@ class Correcting:
                 room, self.tight = larger, True
 
     def _take(self, found: Found) -> None:
-        self.judged = self.judged
         for one in (found, *found.rivals):
             if self.needs(one) > self.limit:
                 if self.least is None or one.peak_nbytes < self.least.peak_nbytes:
@@ -191,17 +196,17 @@ class Correcting:
     def _smallest(self) -> None:
         """Of the least room that has states, looked for anew: what an error of a smaller limit says would fit does
         fit."""
-        anew, room = self.way.offer(self.whole), 0
+        anew, room, limit = self.way.offer(self.whole), 0, (self.limit, self.reserve(None))
         with suppress(InfeasibleError):
             while True:
                 latest = self.deadline.share(_STATES_SHARE)
                 try:
-                    states = anew.find(room=room, limit=(self.limit, self.reserve(None)), deadline=latest, prove=False)
+                    states = anew.find(room=room, limit=limit, deadline=latest, prove=False)
                     break
                 except NoStates as refused:
-                    if int(refused.least * (1.0 + _MORE)) <= room:
+                    if refused.least <= room:
                         return
-                    room = int(refused.least * (1.0 + _MORE))
+                    room = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE))
             found = self._judged(states)
             assert found is not None
             self._take(found)

@@ -15,6 +15,7 @@ from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.predict.step_in_orders import StepInOrders
 from passes.redistribution.steps import Step
+from passes.search.corrected_rows import Held
 from passes.strategies.prices import Prices
 
 _HALVINGS = 8
@@ -50,6 +51,12 @@ class Judged:
     def memory(self) -> MemoryWalk | None:
         """What is alive when, on the fullest rank."""
         return None if self.step is None else self.step.memory
+
+    @property
+    def held(self) -> Held:
+        """Bytes of every step of the program, on the fullest rank."""
+        assert self.step is not None
+        return self.step.memory.held()
 
     @property
     def phase_seconds(self) -> Sequence[float]:

@@ -56,7 +56,7 @@ from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.judged_choice import Judgement, overlaps_of
+from passes.search.judged_choice import Judgement
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import EXPOSED, phase_seconds
@@ -238,11 +238,8 @@ def search_plans(
     def messages(found: Found) -> int:
         return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
 
-
     def programs(found: Found) -> list[Program]:
-        tried = known[id(found.assignment)].tried
-        as_it_takes = lambda one: overlaps_of(found.totals, one.phase_seconds, found.overlaps)
-        return [Program(one.seconds, over(one), as_it_takes(one), one.memory.held()) for one in tried]
+        return [Program(one.phase_seconds, over(one), one.held) for one in known[id(found.assignment)].tried]
 
     again = tuple(_pinned(task) or ())
     whole = compute_again(task.joint, again)

@@ -23,7 +23,7 @@ from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap, StepKinds
 from passes.search.strategy_space import build_space
-from passes.solver.problem import Array, Infeasible
+from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
 
 JudgeUnder = Callable[[Assignment, Prices], Judgement]
@@ -43,7 +43,7 @@ class Found:
     bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`); own:
     the overlap by which they would be the timeline's without a constant, as far as that is possible.
     rivals: what else the search found and judged, the fastest first. counted_nbytes: the peak as the search counts it,
-    where `peak_nbytes` is that of the program. totals: seconds by kind."""
+    where `peak_nbytes` is that of the program."""
 
     assignment: Assignment
     seconds: float
@@ -58,7 +58,6 @@ class Found:
     rivals: tuple[Found, ...] = ()
     counted_nbytes: int = 0
     own: tuple[PhaseOverlap, ...] = ()
-    totals: Array | None = None
 
 
 def find_assignment(
@@ -117,7 +116,6 @@ def _found(agreed: Agreed, space: SearchSpace, joint: JointGraph, prices: Prices
         overlaps=agreed.overlaps,
         counted_nbytes=int(peak),
         own=agreed.own,
-        totals=space.totals(agreed.choice),
         joined=prices.joined,
         rivals=tuple(_found(rival, space, joint, prices) for rival in agreed.rivals),
     )

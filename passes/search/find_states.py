@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Self
 
 from cost_model.deadline import Deadline
@@ -17,6 +18,7 @@ from passes.search.agree import first_overlaps
 from passes.search.corrected_rows import Held, corrected, held_besides, kinds_with_parts, with_parts
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
+from passes.search.judged_choice import overlaps_of
 from passes.search.known_layouts import known_layouts, same_layouts
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
@@ -29,7 +31,7 @@ from passes.states.compute_again import compute_again
 from passes.states.offers import EITHER, Offers, Place, offered, places, without_either
 from passes.strategies.prices import Prices
 
-ENOUGH = 1e-2
+ENOUGH = 2e-2
 """Relative gap at which states are good enough."""
 _LONGEST = 3600.0
 """Seconds, where no deadline is set."""
@@ -71,7 +73,7 @@ class NoStates(InfeasibleError):
 class OfferedStates:
     """The states of one graph, offered level by level (`_coarser`). A level is built once, for all rooms.
 
-    overlaps: of forward and backward, under which seconds are counted. starts: seconds of each phase that a
+    overlaps: of forward and backward, under which seconds are counted first. starts: seconds of each phase that a
     reduction takes to start. besides: bytes that rows are given, by name."""
 
     prices: Prices
@@ -110,14 +112,15 @@ class OfferedStates:
         overlaps = overlaps or first_overlaps(prices.overlap_efficiency)
         return cls(prices, boundary, known, narrowing, levels, overlaps)
 
-    def correct(self, states: States, overlaps: Sequence[PhaseOverlap], held: Held) -> None:
-        """Count from here on as the program of `states` is, which overlaps so and holds so much. What was proven before
-        is of what was counted before."""
+    def correct(self, states: States, phases: Sequence[float], held: Held) -> None:
+        """Count from here on as the program of `states` is, whose phases take so long and whose ops hold so much. What
+        was proven before is of what was counted before."""
         level = self._built[states.level]
-        self.overlaps, self.starts = level.starts(states, overlaps)
+        overlaps, starts = level.overlapped(states, phases, self.overlaps)
+        self.starts = [sum(both) for both in zip_longest(self.starts, starts, fillvalue=0.0)]
         self.besides = level.besides(states, held)
         for one in self._built:
-            one.correct(self.overlaps, self.starts, self.besides)
+            one.correct(overlaps, self.starts, self.besides)
 
     def find(
         self,
@@ -157,7 +160,8 @@ class OfferedStates:
                 offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
             )
             level = _Level.of(offers, space, self.prices, self.known, self.overlaps)
-            level.correct(self.overlaps, self.starts, self.besides)
+            if self._built:
+                level.correct(self._built[0].overlaps, self.starts, self.besides)
             self._built.append(level)
             yield level
 
@@ -204,17 +208,19 @@ class _Level:
         found = held_besides(self.space.problem, states.choice, called, held)
         return {name: found[own] for name, own in zip(self.steps, called, strict=True) if own in found}
 
-    def starts(
-        self, states: States, overlaps: Sequence[PhaseOverlap]
+    def overlapped(
+        self, states: States, phases: Sequence[float], first: Sequence[PhaseOverlap]
     ) -> tuple[tuple[PhaseOverlap, ...], list[float]]:
-        """What reductions take to start, where a phase takes so much besides that only that explains it, and the rest:
-        counted are parts of full buckets, and programs may fill none."""
-        choice = states.choice[: len(self.space.names)]
-        starts = unpaid_starts(self.space.totals(choice), [overlap.extra for overlap in overlaps])
-        counts = started(self.space.problem, self.space.kinds(()), choice, len(starts))
-        each = [seconds / max(count, 1) for seconds, count in zip(starts, counts, strict=True)]
-        left = (o if not s else replace(o, extra=0.0) for o, s in zip(overlaps, each, strict=True))
-        return tuple(left), each
+        """Under which states are counted as long as their program takes, and seconds that each reduction takes besides,
+        where a phase takes so much more than it is counted that only that explains it: counted are parts of full
+        buckets, and programs may fill none."""
+        problem, kinds = self.columns.problem, self.columns.kinds
+        totals = kinds.totals(problem, states.choice)
+        overlaps = overlaps_of(totals, phases, first)
+        unpaid = unpaid_starts(totals, [overlap.extra for overlap in overlaps])
+        counts = started(problem, kinds, states.choice, len(unpaid))
+        starts = [seconds / max(count, 1) for seconds, count in zip(unpaid, counts, strict=True)]
+        return tuple(replace(o, extra=o.extra - u) for o, u in zip(overlaps, unpaid, strict=True)), starts
 
     def correct(
         self,

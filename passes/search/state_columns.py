@@ -152,7 +152,7 @@ class Columns:
         for _ in range(ROUNDS):
             keep = [sorted(kept) for kept in self.keep]
             small = restricted(replace(self.problem, limit=room), dict(enumerate(keep)))
-            search = CuttingPlanes(small, self.kinds, deadline, True, gap / 4)
+            search = CuttingPlanes(small, self.kinds, deadline, True, gap / 2)
             search.bound_at = self._shares or search.bound_at
             if self._known is not None:
                 search.offer([kept.index(a) for kept, a in zip(keep, self._known, strict=True)])
