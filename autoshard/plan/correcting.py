@@ -104,7 +104,8 @@ class Correcting:
         try:
             self._corrected()
         except InfeasibleError as reason:
-            self.refused = self.refused or reason
+            if not self.judged:
+                self.refused = self.refused or reason
         if self.best is None and self.bound >= self.faster:
             return None
         if self.best is None and self.faster == math.inf:
@@ -160,7 +161,8 @@ class Correcting:
                     room=room, limit=limit, deadline=latest, prove=prove, known=self.faster
                 )
             except NoStates as refused:
-                self.refused = self.refused or refused
+                if not self.judged:
+                    self.refused = self.refused or refused
                 larger = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE) if self.tight else 0)
                 if self.best is not None or not room < larger <= _FURTHEST * self.limit:
                     raise

@@ -25,7 +25,7 @@ from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
 from passes.search.started_alone import started, started_alone, unpaid_starts
 from passes.search.state_columns import Columns
-from passes.search.step_kinds import PhaseOverlap
+from passes.search.step_kinds import CLOSE, PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
 from passes.states.offers import EITHER, Offers, Place, offered, places, without_either
@@ -217,7 +217,8 @@ class _Level:
         problem, kinds = self.columns.problem, self.columns.kinds
         totals = kinds.totals(problem, states.choice)
         overlaps = overlaps_of(totals, phases, first)
-        unpaid = unpaid_starts(totals, [overlap.extra for overlap in overlaps])
+        least = CLOSE * sum(phases)
+        unpaid = unpaid_starts(totals, [o.extra if o.extra > least else 0.0 for o in overlaps])
         counts = started(problem, kinds, states.choice, len(unpaid))
         starts = [seconds / max(count, 1) for seconds, count in zip(unpaid, counts, strict=True)]
         return tuple(replace(o, extra=o.extra - u) for o, u in zip(overlaps, unpaid, strict=True)), starts

@@ -17,7 +17,7 @@ from cost_model.deadline import NEVER, Deadline, OutOfTime
 from passes.ir.joint import JointGraph
 from passes.search.find_states import States
 from tests.plans.test_infeasible import nbytes_of
-from tests.plans.test_rooms import LIMIT, Machine, searching
+from tests.plans.test_correcting import LIMIT, Machine, searching
 
 DP2 = MeshSpec({"dp": 2})
 
