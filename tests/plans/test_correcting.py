@@ -80,7 +80,7 @@ def searching(machine: Machine, joint: JointGraph) -> StatesWithin:
 
 
 def _way(machine: Machine) -> Way:
-    offer: Any = lambda whole: machine
+    offer: Any = lambda whole: replace(machine, besides=0, corrected=1.0)
     return Way(machine.fastest, offer)
 
 
@@ -192,7 +192,9 @@ def test_what_fits_of_all_that_was_judged_is_taken(joint: JointGraph) -> None:
     """The family's plan is over the limit, and there are no states."""
     machine = Beside(lambda counted: counted, least=LIMIT, enough=2 * LIMIT)
     none = lambda found: 0
-    within = StatesWithin(joint, (_way(machine), _never()), none, none, _programs, families=(Held(7.0, 1001),))
+    within = StatesWithin(
+        joint, (_way(machine), _never()), none, none, _programs, families=(Held(7.0, 1001),)
+    )
     found = within.found(LIMIT, NEVER)
     assert (found.seconds, found.peak_nbytes) == (8.0, 801)
 
