@@ -106,7 +106,8 @@ class StatesWithin:
     these, which may be worth more than what they save; both are searched where the bound does not rule one out.
     reserve: bytes that a plan needs besides its tensors; None: that every plan needs. messages: those of the exchanges.
     families: of plans that may be faster than what states make of the fastest of all. anyway: what was judged that is
-    judged within any limit, until a plan fits: the other rooms for states are of the limit.
+    judged within any limit, until a plan fits: other states are of the limit.
+    programs: the ways in which a plan was lowered within the limit.
     """
 
     joint: JointGraph

@@ -1,4 +1,4 @@
-"""Memory rows that say what a program holds: at every step the bytes that it holds besides those that the search counts.
+"""Memory rows that say what a program holds: at every step what it holds besides what the search counts.
 
 A judged program of one choice says what there is between the two: transfers in flight, gradients that are there late,
 what is written in place. That is given to the search as nodes of one strategy, alive from step to step: so other
@@ -56,7 +56,7 @@ def held_besides(
 
 
 def _by_name(held: Held, names: set[str]) -> Iterator[tuple[str, int]]:
-    """With each op what runs right before it and is none of the graph: its transfers."""
+    """With each op what runs right before it and is no op of the graph: its transfers."""
     most = 0
     for name, nbytes in held:
         most = max(most, nbytes)
@@ -99,11 +99,10 @@ def _pieces(besides: Sequence[tuple[float, float] | None]) -> list[tuple[int, in
         found: list[tuple[int, int, float]] = []
         first, most, allowed = 0, -np.inf, np.inf
         for step, more, may in known:
+            if max(most, more) > min(allowed, more + times * may):
+                found.append((first, step, most))
+                first, most, allowed = step, -np.inf, np.inf
             most, allowed = max(most, more), min(allowed, more + times * may)
-            if most > allowed:
-                found.append((first, step, before))
-                first, most, allowed = step, more, more + times * may
-            before = most
         found.append((first, len(besides), most))
         if len(found) <= PARTS:
             return found

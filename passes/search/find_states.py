@@ -168,8 +168,8 @@ class OfferedStates:
 
 @dataclass
 class _Level:
-    """overlaps: under which `columns` count. raised: by what the rows' limit is more than the room. reason: why there is
-    no plan within the largest room for which there was none."""
+    """overlaps: under which `columns` count. raised: bytes by which the rows' limit is more than the room. reason: why
+    there is no plan within the largest room for which there was none."""
 
     offers: Offers
     space: SearchSpace
