@@ -74,8 +74,7 @@ class Columns:
     def corrected(self, problem: Problem, kinds: CostKinds) -> Columns:
         """With other rows, and other paths through a step. What is known of strategies and choices stays, of bounds
         nothing."""
-        known = {"_known": self._known, "_last": self._last, "_worth": self._worth, "_seen": self._seen}
-        return Columns(problem, kinds, self.keep, **known)
+        return replace(self, problem=problem, kinds=kinds, _bounds=[], _shares=None, _tied={})
 
     def worth(self, room: float) -> float:
         """Seconds that a unit more of room would save, by the prices that were the best last."""

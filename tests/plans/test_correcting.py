@@ -53,7 +53,7 @@ class Machine:
         self.besides, self.corrected = held[0][1] - states.nbytes, self.slower
 
     def fastest(
-        self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
+        self, joint: JointGraph, states: Any, limit: int | None, reserve: int, deadline: Deadline
     ) -> Found:
         held = 3 * LIMIT if states is None else self.holds(states.nbytes)
         seconds = 0.01 if states is None else 100.0 / states.nbytes * self.slower

@@ -22,7 +22,9 @@ PROBLEM = Problem(
 def test_what_a_program_holds_more_and_less_by_hand() -> None:
     """A transfer before `b` holds 31; at `c` there are 4 fewer than are counted, and far from the peak that matters
     less."""
-    found = held_besides(PROBLEM, (0, 0, 0), NAMES, [("start", 0), ("a", 10), ("gather", 31), ("b", 20), ("c", 13)])
+    found = held_besides(
+        PROBLEM, (0, 0, 0), NAMES, [("start", 0), ("a", 10), ("gather", 31), ("b", 20), ("c", 13)]
+    )
     assert {name: more for name, (more, _) in found.items()} == {"a": 0.0, "b": 16.0, "c": -4.0}
     assert found["b"][1] == pytest.approx(2e-3 * 31) and found["c"][1] == pytest.approx(0.3 * 18)
 
