@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.arguments import (
     OptimizerLike,
     check_autocast,
+    check_batch,
     check_call_placements,
     check_device,
     check_profile_kind,
@@ -23,7 +24,8 @@ from autoshard.arguments import (
     checked_model,
     optimizer_name,
 )
-from autoshard.global_call import as_call, global_call, output_layouts
+from autoshard.global_call import as_call, axes_of_batch, global_call, output_layouts
+from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
@@ -42,6 +44,7 @@ from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
 from passes.ir.collector import collector_paused
 from passes.ir.kept_random_state import random_state_kept
+from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
 
 ProfileLike = Profile | str | os.PathLike[str] | None
 
@@ -89,6 +92,8 @@ def find_plan(
     stages: str | None = None,
     schedule: str | None = None,
     gap: float = 0.01,
+    batch: str = "global",
+    on_better: OnBetter | None = None,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -127,6 +132,9 @@ def find_plan(
                     fastest that fits.
     gap:            share of the step by which the plan may be above the bound when the search ends by itself; 0: it
                     goes on as long as there is something to try.
+    batch:          "per_rank": `example_inputs` are one rank's part of the batch, all ranks' alike, as in `autoshard`.
+    on_better:      called with an `Answer`, the best plan so far and its bound, as soon as there is a better one or
+                    more is proven of it; the search ends, with that plan, where it returns False.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit, or the batch cannot be
@@ -137,13 +145,15 @@ def find_plan(
     check_backend(backend)
     check_refine(refine)
     check_recompute(recompute)
+    check_batch(batch)
     pieces = checked_micro_batches(micro_batches)
     staged = checked_stages(stages, spec)
     only = checked_schedule(schedule, staged)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
     ends_at = checked_share(gap, "gap")
-    deadline = Deadline.after(seconds)
+    listener = None if on_better is None else Listener(on_better)
+    deadline = Deadline.after(seconds, listener)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
@@ -151,7 +161,7 @@ def find_plan(
     check_autocast(autocast)
     # Last, since without a profile it may measure.
     loaded = load_profile(profile, mesh)
-    given = global_call(args, kwargs, spec, in_placements)
+    given = global_call(args, kwargs, spec, in_placements, batch_axes=axes_of_batch(batch, spec, staged))
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, given.args, given.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(given.layouts, output_layouts(captured, spec, out_placements))
@@ -171,7 +181,10 @@ def find_plan(
     division = Division(pieces, staged, only)
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task, division)
-    return division.fastest(task, deadline)
+    plan = division.fastest(task, deadline)
+    if listener is not None:
+        listener.returned(plan)
+    return plan
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:
@@ -191,10 +204,12 @@ def canonical_capture(
     device: torch.device | None = None,
     forward: Callable[..., Any] | None = None,
     answers: Sequence[torch.Tensor] = (),
+    sizes: SymbolicShapes | None = None,
 ) -> Captured:
     """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
-    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers)
-    return replace(captured, joint=canonicalize(captured.joint))
+    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers, sizes=sizes)
+    with nullcontext() if sizes is None else symbolic_sizes():
+        return replace(captured, joint=canonicalize(captured.joint))
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

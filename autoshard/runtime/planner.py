@@ -49,6 +49,7 @@ class Settings:
     race: int = 0
     refine: str = "off"
     gap: float = 0.01
+    batch: str = "global"
 
     def described(self) -> dict[str, str]:
         """By argument, what all ranks must have given alike."""

@@ -6,8 +6,9 @@ import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
-from autoshard.global_call import GlobalCall, global_call, output_layouts
+from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
@@ -27,6 +28,7 @@ from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
+from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
 from autoshard.runtime.observe import Observer, StageClock
@@ -36,13 +38,23 @@ from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.sharding import check_placed, move_buffers
+from autoshard.runtime.sized_calls import SizedCall, SizedCalls
+from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
-from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
+from autoshard.watching.check_calls import (
+    CheckCalls,
+    Replicas,
+    checked_inputs,
+    local_call,
+    tensor_shapes,
+)
 from autoshard.watching.watch import watch_of
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
+from passes.capture.call import CallKey
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -71,6 +83,7 @@ class Session:
         self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
+        self._sized = SizedCalls()
         self.watch = watch_of(mesh)
 
     @staticmethod
@@ -90,8 +103,20 @@ class Session:
         return stages_of(self.mesh.get_rank(), subject)(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The part of a call's arguments that decides its graph."""
-        return flatten_call(args, kwargs)[1]
+        """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
+        sizes of all of them: every rank must get here."""
+        key = flatten_call(args, kwargs)[1]
+        return (key, str(self._shapes(args, kwargs))) if self.settings.batch == "per_rank" else key
+
+    def _global_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> GlobalCall:
+        s = self.settings
+        axes = axes_of_batch(s.batch, self.spec, s.stages)
+        return global_call(args, kwargs, self.spec, s.in_placements, lambda _: shapes, axes)
+
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[tuple[int, ...]]]:
+        return everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a call's inputs")
 
     def build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[torch.Tensor] = ()
@@ -100,10 +125,12 @@ class Session:
 
         answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
+        shapes = self._shapes(args, kwargs)
+        if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
+            return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
-        shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
         with self.stages("tracing the model", detail):
-            whole, captured = collectively(
+            whole, captured, sized = collectively(
                 self.mesh,
                 lambda: self._captured(args, kwargs, shapes, answers),
                 what="capture",
@@ -129,19 +156,47 @@ class Session:
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         captured = making.cut(plan)
-        call = replace(captured.call, key=key)
+        guards = Guards(self.model, captured.reads)
+        may_be_sized = sized is not None and counts_no_rows(plan)
+        if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
+            assert sized is not None
+            self._sized.add_program(making, sized, plan)
+        return self._executable(whole, captured, key, plan, making.ends(plan), programs, guards)
+
+    def _executable(
+        self,
+        whole: GlobalCall,
+        captured: Captured,
+        key: CallKey,
+        plan: Plan,
+        ends: CallEnds,
+        programs: Programs,
+        guards: Guards,
+    ) -> Executable:
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
         staged = isinstance(plan, PipelinePlan)
         buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
-        return Executable(
-            self,
-            replace(captured, call=call),
-            making.ends(plan),
-            programs,
-            Guards(self.model, captured.reads),
-            CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers)),
-        )
+        check = CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers))
+        captured = replace(captured, call=replace(captured.call, key=key))
+        return Executable(self, captured, ends, programs, guards, check)
+
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> Executable | None:
+        """What runs a call of other sizes by a program there is; None where some rank has none."""
+        if not self._sized.has_programs:
+            return None
+        whole = None
+        with suppress(ShardingError):  # which a program of its own says on all ranks
+            whole = self._global_call(args, kwargs, shapes)
+        ready = self._sized.ready(self, whole)
+        if ready is None or whole is None:
+            return None
+        self._settle(ready.plan)
+        key = flatten_call(args, kwargs)[1]
+        programs = Programs(ready.made, self.settings.backend, at_once=False)
+        return self._executable(whole, ready.captured, key, ready.plan, ready.ends, programs, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -153,15 +208,17 @@ class Session:
         kwargs: dict[str, Any],
         shapes: list[list[tuple[int, ...]]],
         answers: Sequence[torch.Tensor],
-    ) -> tuple[GlobalCall, Captured]:
-        whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
+    ) -> tuple[GlobalCall, Captured, SizedCall | None]:
+        whole = self._global_call(args, kwargs, shapes)
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
-        captured = canonical_capture(
-            self.model, whole.args, whole.kwargs, device=device, forward=forward, answers=answers
+        capture = partial(
+            canonical_capture, self.model, whole.args, whole.kwargs, device=device, forward=forward
         )
-        return whole, captured
+        if answers:
+            return whole, capture(answers=answers), None
+        return whole, *self._sized.captured(self.model, whole, capture)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         return {

@@ -19,21 +19,22 @@ peak.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 
+from cost_model.deadline import Deadline
 from passes.layout.assignment import Assignment
 from passes.search.judged_choice import Choice, Judge, JudgedChoice
-from passes.search.judging import Judging
+from passes.search.judging import Judging, seconds_left
 from passes.search.lighter import lighter
 from passes.search.past_transfers import past_transfers
 from passes.search.place_turns import turns
 from passes.search.rival_choices import RivalChoices
-from passes.search.search_space import SearchSpace
+from passes.search.search_space import ALIKE, SearchSpace
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
+from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
 AWAITED = 0.1
@@ -86,18 +87,24 @@ def first_overlaps(efficiency: float) -> tuple[PhaseOverlap, PhaseOverlap]:
 
 
 def agreed(
-    space: SearchSpace, efficiency: float, judge: Judge | None, time_limit: float, start: SearchStart = COLD
+    space: SearchSpace,
+    efficiency: float,
+    judge: Judge | None,
+    deadline: Deadline,
+    start: SearchStart = COLD,
+    hear: Callable[[Agreed], object] = lambda _: None,
 ) -> Agreed:
     """The fastest plan of `space` by `judge`; without one, by the objective.
 
-    efficiency: of two streams busy at once (`Profile.overlap_efficiency`). time_limit: seconds; the first search may
-    take all of them. Raises `passes.solver.problem.Infeasible`.
+    efficiency: of two streams busy at once (`Profile.overlap_efficiency`). deadline: the first search may take all that
+    is left. hear: told of every plan that is judged, and of the best when more is proven of it, each with what is
+    known then. Raises `passes.solver.problem.Infeasible`.
     """
     overlaps = first_overlaps(efficiency)
     if judge is not None:
-        return _Search(space, judge, time.monotonic() + time_limit, start).run(overlaps)
+        return _Search(space, judge, deadline, start, hear).run(overlaps)
     gap = _inner(start.gap or 0.0)
-    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), gap)
+    found = RivalChoices(space, lambda: seconds_left(deadline)).solve(overlaps, start.choice(space), gap)
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
@@ -117,25 +124,53 @@ class _Search:
     """One budget, one best so far, one bound. Looks for faster plans follow one another, those that cost little and
     find most first, until the best plan is proven to be within `gap` of any, or time is over.
 
-    solution: the last by the objective, and overlaps: under which it is one."""
+    solution: the last by the objective, and overlaps: under which it is one. looked: extremes were."""
 
-    def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
-        self.space, self.start, self.gap = space, start, start.gap or 0.0
-        self.judging = Judging(space, judge, deadline)
+    def __init__(
+        self,
+        space: SearchSpace,
+        judge: Judge,
+        deadline: Deadline,
+        start: SearchStart,
+        hear: Callable[[Agreed], object],
+    ) -> None:
+        self.space, self.start, self.gap, self.hear = space, start, start.gap or 0.0, hear
+        self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
         self.small = len(space.edges) <= AGAIN_EDGES
+        self.looked = False
+        self.watched = deadline.watch is not None and not deadline.of_part
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
-        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), _inner(self.gap))
+        known, gap = self.start.choice(self.space), _inner(self.gap)
+        self.solution = self.rivals.solve(
+            overlaps, known, gap, self._so_far if self.watched else lambda _: None
+        )
         self.best = self.judging.of(self.solution.choice)
-        if self.small or self.best.difference(overlaps) > AGREES:
+        apart = self._apart()
+        if apart and (self.small or self.best.difference(overlaps) > AGREES):
             self._extremes()
-        for look in (self._corrected, self._stored, self._turned, self._corrected) if self.small else ():
+        self.looked = not self.judging.late()
+        looks = (self._corrected, self._stored, self._turned, self._corrected)
+        for look in looks if self.small and apart else ():
             if self._is_within(self.gap) or self.judging.late():
                 break
             look()
-        return self._agreed()
+        agreed = self._agreed(self.best, ended=True)
+        return replace(agreed, rivals=self._others(self.best, agreed))
+
+    def _so_far(self, solution: Solution) -> None:
+        self.solution = solution
+        self.judging.program(solution.choice)
+
+    def _apart(self) -> bool:
+        """Whether plans are: where latency decides, the one in which every rank does all the work is as good as any."""
+        alone = self.space.alone
+        if alone is None or self.gap == 0.0 or alone.most_gain > ALIKE:
+            return True
+        self._look([alone.choice])
+        return False
 
     def _is_within(self, gap: float) -> bool:
         """Whether the best plan is, by an objective that says what it takes; never, where the search has no gap."""
@@ -163,22 +198,23 @@ class _Search:
             return
         self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
 
-    def _agreed(self) -> Agreed:
-        best, overlaps = self.best, self.overlaps
-        if best.difference(overlaps) > AGREES:
-            overlaps = best.shifted(overlaps)
-        seconds = best.counted(overlaps)
-        bound = _bound(self._bound(overlaps), seconds)
+    def _agreed(self, judged: JudgedChoice, ended: bool = False) -> Agreed:
+        """With what is proven so far. Before extremes were looked at, seconds that only its timeline has are not those
+        of any plan; before the search has ended, its overlap may still be corrected."""
+        overlaps, bound = self.overlaps, self._bound(self.overlaps)
+        if judged.difference(overlaps) > AGREES:
+            overlaps = judged.shifted(overlaps)
+            bound = self._bound(overlaps) if self.looked else bound
+        seconds = judged.counted(overlaps)
+        bound = _bound(bound if ended else bound * (1.0 - AGREES), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
-        others, own = self._others(best, overlaps, bound), best.corrected(overlaps)
-        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, own, others)
+        own = judged.corrected(overlaps)
+        return Agreed(judged.assignment, judged.choice, seconds, bound, status, overlaps, own)
 
-    def _others(
-        self, best: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float
-    ) -> tuple[Agreed, ...]:
+    def _others(self, best: JudgedChoice, agreed: Agreed) -> tuple[Agreed, ...]:
         others = [one for one in self.judging.known.values() if one is not best]
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
-        return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
+        return tuple(_rival(one, one.corrected(agreed.overlaps), agreed.lower_bound) for one in others)
 
     def _turned(self) -> None:
         patience = 1 if self._is_within(NEARLY * self.gap) else PATIENCE
@@ -209,6 +245,7 @@ class _Search:
             self.solution = self.rivals.solve(
                 self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))
             )
+            self.hear(self._agreed(self.best))
             best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
             if self.best is best or self._is_within(self.gap) or self.judging.late():
                 return

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from cost_model.deadline import Deadline
 from passes.search.judged_choice import Choice, Judge, JudgedChoice
 from passes.search.lighter import lighter
 from passes.search.search_space import SearchSpace
 
 
 class Judging:
-    """deadline: by `time.monotonic`. known: what was judged, by choice, in order."""
+    """known: what was judged and compared, by choice, in order. hear: told of all that is judged."""
 
-    def __init__(self, space: SearchSpace, judge: Judge, deadline: float) -> None:
-        self._space, self._judge, self._deadline = space, judge, deadline
+    def __init__(
+        self, space: SearchSpace, judge: Judge, deadline: Deadline, hear: Callable[[JudgedChoice], object]
+    ) -> None:
+        self._space, self._judge, self._deadline, self._hear = space, judge, deadline, hear
         self.known: dict[Choice, JudgedChoice] = {}
+        self._programs: dict[Choice, JudgedChoice] = {}
 
     def of(self, choice: Choice) -> JudgedChoice:
         """The choice, or one of the same cost that holds less."""
+        judged = self.program(choice)
+        return self.known.setdefault(judged.choice, judged)
+
+    def program(self, choice: Choice) -> JudgedChoice:
+        """`of`, without being compared: for who hears of it alone."""
         choice = lighter(self._space.problem, choice)
-        if choice not in self.known:
+        if choice not in self._programs:
             assignment = self._space.assignment(choice)
             totals = self._space.totals(choice)
             said = self._judge(assignment)
-            self.known[choice] = JudgedChoice(
+            self._programs[choice] = JudgedChoice(
                 assignment, choice, totals, tuple(said.phases), said.peak_nbytes
             )
-        return self.known[choice]
+            self._hear(self._programs[choice])
+        return self._programs[choice]
 
     def better(self, choice: Choice, best: JudgedChoice) -> JudgedChoice:
         """`best`, or the choice, if it was not judged before and is better."""
@@ -46,7 +55,16 @@ class Judging:
 
     def left(self) -> float:
         """Seconds for what is to be solved next: never none."""
-        return max(self._deadline - time.monotonic(), 1.0)
+        return seconds_left(self._deadline)
 
     def late(self) -> bool:
-        return time.monotonic() >= self._deadline
+        return self._deadline.left <= 0.0
+
+
+_LONGEST, _SHORTEST = 3600.0, 1.0
+"""Seconds for one search, where no deadline is set, and where it has passed."""
+
+
+def seconds_left(deadline: Deadline) -> float:
+    """For what is to be solved next."""
+    return min(max(deadline.left, _SHORTEST), _LONGEST)
