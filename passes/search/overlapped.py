@@ -156,8 +156,7 @@ class CuttingPlanes:
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
             self.worth = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
-        self._add_plane(found.choice)
-        self.offer(found.choice)
+        self.see(found.choice)
         self._mix()
 
     def _inner_gap(self) -> float:
@@ -178,6 +177,10 @@ class CuttingPlanes:
             self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
         self.found.append(choice)
         self.planes.append(plane)
+
+    def see(self, choice: tuple[int, ...]) -> None:
+        self._add_plane(choice)
+        self.offer(choice)
 
     def offer(self, choice: Sequence[int]) -> None:
         """Take a choice, or a mix of it with the best one, if it fits and is better."""
@@ -237,8 +240,7 @@ class CuttingPlanes:
             choice = tuple(k[a] for k, a in zip(keep, mix.choice, strict=True))
             if mix.cost >= (1.0 - INNER_GAP) * highest or choice in self.found:
                 break
-            self._add_plane(choice)
-            self.offer(choice)
+            self.see(choice)
             found = self._highest_point() or found
         return found
 
@@ -277,12 +279,6 @@ class TiedPlanes(CuttingPlanes):
     ) -> None:
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
         self.ties = ties
-
-    def remember(self, choices: Sequence[tuple[int, ...]]) -> None:
-        """Those of a search within another limit, or where phases overlap otherwise: their planes are known."""
-        for choice in choices:
-            self._add_plane(choice)
-            self.offer(choice)
 
     def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
         """Raises Infeasible if no choice fits, tied or not, or none was found."""

@@ -124,7 +124,8 @@ class Columns:
         if room not in self._tied:
             until = time.monotonic() + TIED * (deadline - time.monotonic())
             search = TiedPlanes(replace(self.problem, limit=room), self.kinds, self._ties, until, gap)
-            search.remember(self._seen)
+            for choice in self._seen:
+                search.see(choice)
             self._tied[room] = None
             with suppress(Infeasible):
                 search.run()
