@@ -102,7 +102,7 @@ class Home(Protocol):
     seeds: SeedStream
     watch: Watch | None
 
-    def stages(self, stage: str, call: object) -> AbstractContextManager[None]: ...
+    def stages(self, stage: str, call: object) -> AbstractContextManager[object]: ...
 
 
 class Executable:

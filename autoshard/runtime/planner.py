@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.answer import Listener
 from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
@@ -19,6 +20,7 @@ from autoshard.plan.plan_cache import BEST, Candidate, cached_candidates, cached
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.progress import Say
 from autoshard.refine.refine import Refined, may_refine, refined_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -71,11 +73,12 @@ def _alone(plan: Plan) -> Found:
 
 @dataclass(frozen=True)
 class Planner:
-    """settings: with their profile."""
+    """settings: with their profile. say: told of the best plan so far, in words."""
 
     mesh: DeviceMesh
     spec: MeshSpec
     settings: Settings
+    say: Say
 
     def refined(self, captured: Captured, layouts: CallLayouts) -> Refined | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
@@ -93,7 +96,7 @@ class Planner:
         if refined is not None:
             task = replace(task, timed=refined.timed, pace=pace_of(refined.plan.rehearsed))
             return racers(refined.plan, task, self._division, s.race)
-        deadline = Deadline.after(s.time_limit)
+        deadline = task.within(s.time_limit)
         if self._division != WHOLE:
             best = self._division.fastest(task, deadline, cached_search)
             return racers(best, task, self._division, s.race)
@@ -145,7 +148,7 @@ class Planner:
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)
-        return self._division.fastest(task, Deadline.after(s.time_limit), cached_search)
+        return self._division.fastest(task, task.within(s.time_limit), cached_search)
 
     @property
     def _division(self) -> Division:
@@ -157,4 +160,5 @@ class Planner:
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
         task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute, gap=s.gap)
+        task = replace(task, watch=lambda: Listener(lambda answer: self.say(answer.words)))
         return task if s.optimizer is None else replace(task, optimizer=s.optimizer)
