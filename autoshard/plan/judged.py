@@ -55,8 +55,8 @@ class Judged:
     @property
     def held(self) -> Held:
         """Bytes of every step of the program, on the fullest rank."""
-        assert self.step is not None
-        return self.step.memory.held()
+        assert self.memory is not None
+        return self.memory.held()
 
     @property
     def phase_seconds(self) -> Sequence[float]:
