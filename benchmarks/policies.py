@@ -41,7 +41,7 @@ POLICIES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "turned": lambda: mock.patch(_LOOKS + "_turn_to", lambda *_: None),
     "families": lambda: mock.patch("autoshard.plan.task.families_within", NOTHING),
     "alike first": lambda: mock.patch("passes.search.state_columns.Columns._alike", lambda *_: None),
-    "rooms": lambda: mock.patch("autoshard.plan.rooms._TRIES", 1),
+    "corrected bytes": lambda: mock.patch("autoshard.plan.correcting._ROUNDS", 1),
     "without messages": lambda: mock.patch("autoshard.plan.search_with_states._WORTH", float("inf")),
 }
 """Name -> a context without it."""
@@ -146,7 +146,7 @@ LARGE: Mapping[str, Problem] = {
     "llama-32": _network("llama-3-8b", 32, TP),
     "llama-32-60": _network("llama-3-8b", 32, TP, 0.6),
 }
-WITHIN = ("families", "alike first", "rooms", "without messages")
+WITHIN = ("families", "alike first", "corrected bytes", "without messages")
 """Policies of searches within a limit."""
 
 

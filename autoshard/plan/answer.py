@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.plan.judged import Judged, Spared, judged, judged_within
+from autoshard.plan.correcting import Program
+from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.search_with_states import bounded
 from cost_model.checked_arguments import reject
@@ -142,8 +143,9 @@ class BestSoFar:
         """Bytes by which it is over the limit."""
         return judged.peak.nbytes + self.beside(judged) - (self.memory_limit or 0)
 
-    def spared(self, found: Found) -> Spared:
-        return self.of(found).spared(self.over)
+    def programs(self, found: Found) -> list[Program]:
+        """The ways in which it was lowered within the limit."""
+        return [Program(one.phase_seconds, self.over(one), one.held) for one in self.of(found).tried]
 
     def fits(self, found: Found) -> bool:
         return self.memory_limit is None or self.over(self.of(found)) <= 0

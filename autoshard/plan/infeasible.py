@@ -48,7 +48,7 @@ def told(
 ) -> InfeasibleError:
     """`reason`; None: time ended. Where it is the memory limit, also what lives at the peak of the smallest plan that
     was judged, by kind and module, and what to change, as estimates. anyway: those that are judged within any limit,
-    one at least: what rooms of one limit led to, a larger one may not, and what was left when time ended, neither."""
+    one at least: what states of one limit led to, a larger one may not, and what was left when time ended, neither."""
     needs = lambda one: one.peak.nbytes + asked.reserve(one)
     smallest, limit = min(judged, key=needs, default=None), asked.memory_limit
     if reason is None:

@@ -14,27 +14,19 @@ from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.predict.step_in_orders import StepInOrders
+from passes.search.corrected_rows import Held
 from passes.strategies.prices import Prices
 
 
 @dataclass(frozen=True)
-class Spared:
-    """What it costs a plan that a limit leaves little to transfers: seconds that it would be faster by with a part of
-    what prices say, for which `missing` bytes are too few."""
-
-    gained: float = 0.0
-    missing: int = 0
-
-
-@dataclass(frozen=True)
 class Judged:
-    """prices: that it was planned by. step: None where it was not put on the timeline. partly: where a limit leaves
-    less to transfers, with the least that is too much."""
+    """prices: that it was planned by. step: None where it was not put on the timeline. tried: within a limit, each as
+    it is planned with so much in transfers at once."""
 
     planned: PlannedGraph
     prices: Prices
     step: Prediction | None
-    partly: Judged | None = None
+    tried: tuple[Judged, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -53,16 +45,16 @@ class Judged:
         return None if self.step is None else self.step.memory
 
     @property
+    def held(self) -> Held:
+        """Bytes of every step of the program, on the fullest rank."""
+        assert self.memory is not None
+        return self.memory.held()
+
+    @property
     def phase_seconds(self) -> Sequence[float]:
         """Of the forward, the backward and the update."""
         assert self.step is not None
         return self.step.phase_seconds
-
-    def spared(self, over: Callable[[Judged], int]) -> Spared:
-        """over: bytes by which a plan is over the limit."""
-        if self.partly is None:
-            return Spared()
-        return Spared(self.seconds - self.partly.seconds, over(self.partly))
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -89,24 +81,21 @@ def judged_within(
     is least over is returned.
     """
     steps = StepInOrders(joint)
-    first = judged(joint, assignment, prices, steps.predicted)
+    tried = [judged(joint, assignment, prices, steps.predicted)]
+    (first,) = tried
     moved = first.peak.by_kind[KINDS.index("moved")]
+
+    def fits(nbytes: int) -> bool:
+        tried.append(judged(joint, assignment, prices.holding(nbytes), steps.predicted))
+        return over(tried[-1]) <= 0
+
     # Share of the peak that transfers must hold for fewer at once to be tried.
-    if over(first) <= 0 or moved < 0.01 * first.peak.nbytes:
-        return first
-    again = lambda nbytes: judged(joint, assignment, prices.holding(nbytes), steps.predicted)
-    alone = again(0)
-    if over(alone) > 0:
-        return min(first, alone, key=over)
-    best, partly = alone, first
-    # How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it
-    # is not.
-    too_much, fits = 0, 8
-    while fits - too_much > 1:
-        middle = (too_much + fits) // 2
-        one = again(moved >> middle)
-        if over(one) > 0:
-            too_much, partly = middle, one
-        else:
-            fits, best = middle, min(best, one, key=lambda each: each.seconds)
-    return replace(best, partly=partly)
+    if over(first) > 0 and moved >= 0.01 * first.peak.nbytes and fits(0):
+        # How often what transfers hold at the peak is halved, at most, where all of it is too much, and none is not.
+        too_much, enough = 0, 8
+        while enough - too_much > 1:
+            middle = (too_much + enough) // 2
+            too_much, enough = (too_much, middle) if fits(moved >> middle) else (middle, enough)
+    fitting = [one for one in tried if over(one) <= 0]
+    best = min(fitting, key=lambda one: one.seconds) if fitting else min(tried, key=over)
+    return replace(best, tried=tuple(tried))

@@ -18,8 +18,8 @@ from passes.redistribution.redistribute import Redistributor
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import timed_traffic_model, traffic_model
 
-MESSAGES = frozenset({"all_to_all"})
-"""Kinds of collectives in which every rank sends to every other, and that gathers can do without."""
+MESSAGES = frozenset({"all_to_all", "point_to_point"})
+"""Kinds of collectives in which ranks send to each other, and that gathers can do without."""
 
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
@@ -93,7 +93,7 @@ def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:
     if plan.moved_nbytes is not None:
         joined = joined.holding(plan.moved_nbytes)
     spared = plan.memory_limit is not None and plan.reserve > 0
-    if not spared or any(one.name in MESSAGES for one in plan.collectives):
+    if not spared or any(one.name in _PEERS for one in plan.collectives):
         return joined
     return joined.avoiding(MESSAGES)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autoshard.plan.judged import Judged, Spared
+from autoshard.plan.correcting import Chosen, Correcting, Program, Way
+from autoshard.plan.judged import Judged
 from autoshard.plan.plan_ends import result_layouts
-from autoshard.plan.rooms import LITTLE, Chosen, RoomSearch, Way
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
@@ -88,6 +88,8 @@ _SAVED_AGAIN = 2e-2
 """The same, for programs of its states: they take what was counted or more."""
 _FAMILIES_SHARE = 0.25
 """Of the time left, for plans of families."""
+LITTLE = 0.01
+"""Share of the time that less in transfers may cost for no other states to be searched."""
 _MOVED = 0.25
 """Share of the limit by which a plan may be over it for less in transfers at once to be tried alone."""
 
@@ -104,14 +106,15 @@ class StatesWithin:
     these, which may be worth more than what they save; both are searched where the bound does not rule one out.
     reserve: bytes that a plan needs besides its tensors; None: that every plan needs. messages: those of the exchanges.
     families: of plans that may be faster than what states make of the fastest of all. anyway: what was judged that is
-    judged within any limit, until a plan fits: the other rooms for states are of the limit.
+    judged within any limit, until a plan fits: other states are of the limit.
+    programs: the ways in which a plan was lowered within the limit.
     """
 
     joint: JointGraph
     ways: tuple[Way, Way]
     reserve: Callable[[Found | None], int]
     messages: Callable[[Found], int]
-    spared: Callable[[Found], Spared] = lambda found: Spared()
+    programs: Callable[[Found], Sequence[Program]]
     families: Iterable[Chosen] = ()
     anyway: list[Found] = field(default_factory=list[Found])
 
@@ -194,8 +197,8 @@ class StatesWithin:
         always = way is self.ways[0] or self.messages(first) > _WORTH * self._needs(first)
         anyway = self.anyway if always else []
         anyway.append(whole)
-        search = RoomSearch(
-            self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, anyway, deadline
+        search = Correcting(
+            self.joint, self.programs, self._needs, self.reserve, way, whole, limit, faster, anyway, deadline
         )
         if over > _MOVED * limit:
             return search.run()

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from autoshard.plan.answer import BestSoFar
+from autoshard.plan.correcting import Chosen, Way
 from autoshard.plan.families import Again, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
@@ -34,7 +35,6 @@ from autoshard.plan.plan_prices import (
     prices_as_in,
     prices_of,
 )
-from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime, Watch
@@ -237,7 +237,7 @@ def search_plans(
 
     def limited(start: SearchStart) -> StatesWithin:
         ways = way(0, task.prices, start), way(1, task.prices.avoiding(MESSAGES), start)
-        return StatesWithin(whole, ways, reserve, messages, best.spared, families)
+        return StatesWithin(whole, ways, reserve, messages, best.programs, families)
 
     within_limit = limited(start)
     try:

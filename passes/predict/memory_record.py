@@ -74,6 +74,11 @@ class MemoryWalk:
         """The first step with the most bytes."""
         return self.step(int(np.argmax(self.by_kind.sum(axis=1))))
 
+    def held(self) -> list[tuple[str, int]]:
+        """(node, bytes) of every step."""
+        totals = self.by_kind.sum(axis=1).tolist()
+        return [(node, nbytes) for (_, node), nbytes in zip(self.steps, totals, strict=True)]
+
     def step(self, place: int) -> MemoryStep:
         return MemoryStep(place, *self.steps[place], tuple(int(nbytes) for nbytes in self.by_kind[place]))
 

@@ -38,8 +38,7 @@ class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
     fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
-    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`); own:
-    the overlap by which they would be the timeline's without a constant, as far as that is possible.
+    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`).
     rivals: what else the search found and judged, the fastest first. counted_nbytes: the peak as the search counts it,
     where `peak_nbytes` is that of the program."""
 
@@ -55,7 +54,6 @@ class Found:
     joined: JoinedAxes = ()
     rivals: tuple[Found, ...] = ()
     counted_nbytes: int = 0
-    own: tuple[PhaseOverlap, ...] = ()
     most_gain: float | None = None
 
 
@@ -116,7 +114,6 @@ def _found(agreed: Agreed, space: SearchSpace, joint: JointGraph, prices: Prices
         step=space.step,
         overlaps=agreed.overlaps,
         counted_nbytes=int(peak),
-        own=agreed.own,
         most_gain=None if space.alone is None else space.alone.most_gain,
         joined=prices.joined,
         rivals=tuple(_found(rival, space, joint, prices) for rival in agreed.rivals),

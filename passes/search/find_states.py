@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Self
 
 from cost_model.deadline import Deadline
@@ -14,20 +15,23 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.missing_tangents import without_usually_missing
 from passes.search.agree import first_overlaps
+from passes.search.corrected_rows import Held, corrected, held_besides, kinds_with_parts, with_parts
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
+from passes.search.judged_choice import overlaps_of
 from passes.search.known_layouts import known_layouts, same_layouts
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
+from passes.search.started_alone import started, started_alone, unpaid_starts
 from passes.search.state_columns import Columns
-from passes.search.step_kinds import PhaseOverlap
+from passes.search.step_kinds import CLOSE, PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
 from passes.states.offers import EITHER, Offers, Place, offered, places, without_either
 from passes.strategies.prices import Prices
 
-ENOUGH = 1e-2
+ENOUGH = 2e-2
 """Relative gap at which states are good enough."""
 _LONGEST = 3600.0
 """Seconds, where no deadline is set."""
@@ -37,18 +41,20 @@ _LONGEST = 3600.0
 class States:
     """again: ops of the forward that run once more. layouts: of the graph with these copies, by node name.
     seconds: of the search. lower_bound: no states that were offered, with any layouts, take fewer seconds. nbytes: the
-    peak as it was counted; room: what it was to be at most."""
+    peak as it was counted. worth: seconds that a byte of room would save. choice: by search node, of that level."""
 
     again: tuple[str, ...]
     layouts: Assignment
     seconds: float = 0.0
     lower_bound: float = 0.0
     nbytes: int = 0
-    room: int = 0
+    worth: float = 0.0
+    choice: tuple[int, ...] = ()
+    level: int = 0
 
     def are(self, others: States) -> bool:
-        """Whether they are the same, whatever they were searched within: they make the same program."""
-        return (self.seconds, self.again, self.layouts) == (others.seconds, others.again, others.layouts)
+        """Whether they are the same, however they are counted: they make the same program."""
+        return (self.again, self.layouts) == (others.again, others.layouts)
 
     def narrowing(self, allowed: Narrowing) -> Narrowing:
         """That allows these layouts only, of those that `allowed` does."""
@@ -67,7 +73,8 @@ class NoStates(InfeasibleError):
 class OfferedStates:
     """The states of one graph, offered level by level (`_coarser`). A level is built once, for all rooms.
 
-    overlaps: of forward and backward, under which seconds are counted."""
+    overlaps: of forward and backward, under which seconds are counted first. starts: seconds of each phase that a
+    reduction takes to start. besides: bytes that rows are given, by name."""
 
     prices: Prices
     boundary: Boundary
@@ -75,6 +82,8 @@ class OfferedStates:
     narrowing: Narrowing | None
     levels: Iterator[Offers]
     overlaps: Sequence[PhaseOverlap]
+    starts: Sequence[float] = ()
+    besides: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     _built: list[_Level] = field(default_factory=list)
 
     @classmethod
@@ -103,11 +112,15 @@ class OfferedStates:
         overlaps = overlaps or first_overlaps(prices.overlap_efficiency)
         return cls(prices, boundary, known, narrowing, levels, overlaps)
 
-    def under(self, overlaps: Sequence[PhaseOverlap]) -> None:
-        """Count seconds under another overlap from here on. What was proven before is of the one before."""
-        self.overlaps = overlaps
-        for level in self._built:
-            level.under(overlaps)
+    def correct(self, states: States, phases: Sequence[float], held: Held) -> None:
+        """Count from here on as the program of `states` is, whose phases take so long and whose ops hold so much. What
+        was proven before is of what was counted before."""
+        level = self._built[states.level]
+        overlaps, starts = level.overlapped(states, phases, self.overlaps)
+        self.starts = [sum(both) for both in zip_longest(self.starts, starts, fillvalue=0.0)]
+        self.besides = level.besides(states, held)
+        for one in self._built:
+            one.correct(overlaps, self.starts, self.besides)
 
     def find(
         self,
@@ -125,11 +138,11 @@ class OfferedStates:
         bettered, so that it is enough to prove that there are none. Raises NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
-        for level in self._offered(deadline):
+        for number, level in enumerate(self._offered(deadline)):
             reason = level.refused(room)
             if reason is None:
                 try:
-                    return level.find(room, deadline, prove, known)
+                    return replace(level.find(room, deadline, prove, known), level=number)
                 except Infeasible as found:
                     reason = level.reason = found
             if reason.kind != "memory":
@@ -146,20 +159,24 @@ class OfferedStates:
             space = build_offered(
                 offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
             )
-            self._built.append(_Level.of(offers, space, self.prices, self.known, self.overlaps))
-            yield self._built[-1]
+            level = _Level.of(offers, space, self.prices, self.known, self.overlaps)
+            if self._built:
+                level.correct(self._built[0].overlaps, self.starts, self.besides)
+            self._built.append(level)
+            yield level
 
 
 @dataclass
 class _Level:
-    """overlaps: under which `columns` count. reason: why there is no plan within the largest room for which there was
-    none."""
+    """overlaps: under which `columns` count. raised: bytes by which the rows' limit is more than the room. reason: why
+    there is no plan within the largest room for which there was none."""
 
     offers: Offers
     space: SearchSpace
     columns: Columns
     prices: Prices
     overlaps: Sequence[PhaseOverlap]
+    raised: float = 0.0
     reason: Infeasible | None = None
 
     @staticmethod
@@ -170,16 +187,54 @@ class _Level:
         known: Assignment,
         overlaps: Sequence[PhaseOverlap],
     ) -> _Level:
-        columns = Columns(space.problem, space.kinds(overlaps), known_layouts(offers, space, known))
-        return _Level(offers, space, columns, prices, overlaps)
+        problem, kinds = with_parts(space.problem), kinds_with_parts(space.kinds(overlaps))
+        keep = known_layouts(offers, space, known)
+        keep += [{0} for _ in problem.node_costs[len(keep) :]]
+        return _Level(offers, space, Columns(problem, kinds, keep), prices, overlaps)
 
     @property
     def extra(self) -> float:
         """Seconds of a step that no choice changes."""
         return sum(overlap.extra for overlap in self.overlaps)
 
-    def under(self, overlaps: Sequence[PhaseOverlap]) -> None:
-        self.columns, self.overlaps = self.columns.under(self.space.kinds(overlaps)), overlaps
+    @cached_property
+    def steps(self) -> list[str]:
+        """Names of the graph's nodes, in its order: rows count its steps."""
+        return [node.name for node in self.offers.joint.graph.nodes]
+
+    def besides(self, states: States, held: Held) -> dict[str, tuple[float, float]]:
+        """What the program of `states` holds besides what was counted, by name."""
+        called = [without_either(name, states.again) for name in self.steps]
+        found = held_besides(self.space.problem, states.choice, called, held)
+        return {name: found[own] for name, own in zip(self.steps, called, strict=True) if own in found}
+
+    def overlapped(
+        self, states: States, phases: Sequence[float], first: Sequence[PhaseOverlap]
+    ) -> tuple[tuple[PhaseOverlap, ...], list[float]]:
+        """Under which states are counted as long as their program takes, and seconds that each reduction takes besides,
+        where a phase takes so much more than it is counted that only that explains it: counted are parts of full
+        buckets, and programs may fill none."""
+        problem, kinds = self.columns.problem, self.columns.kinds
+        totals = kinds.totals(problem, states.choice)
+        overlaps = overlaps_of(totals, phases, first)
+        least = CLOSE * sum(phases)
+        unpaid = unpaid_starts(totals, [o.extra if o.extra > least else 0.0 for o in overlaps])
+        counts = started(problem, kinds, states.choice, len(unpaid))
+        starts = [seconds / max(count, 1) for seconds, count in zip(unpaid, counts, strict=True)]
+        return tuple(replace(o, extra=o.extra - u) for o, u in zip(overlaps, unpaid, strict=True)), starts
+
+    def correct(
+        self,
+        overlaps: Sequence[PhaseOverlap],
+        starts: Sequence[float],
+        besides: Mapping[str, tuple[float, float]],
+    ) -> None:
+        problem, self.raised = corrected(with_parts(self.space.problem), self.steps, besides)
+        kinds = kinds_with_parts(self.space.kinds(overlaps))
+        if any(starts):
+            problem = started_alone(problem, kinds, starts)
+        self.columns = self.columns.corrected(problem, kinds)
+        self.overlaps, self.reason = overlaps, None
 
     def refused(self, room: int) -> Infeasible | None:
         """Why there is nothing within `room`, if that is known: more is needed in any case."""
@@ -187,16 +242,27 @@ class _Level:
         return known if known is not None and known.kind == "memory" and known.bound > room else None
 
     def find(self, room: int, deadline: Deadline, prove: bool, known: float) -> States:
-        """Raises Infeasible."""
-        seconds = min(deadline.left, _LONGEST)
-        if prove:
-            found = self.columns.proven(room, seconds, ENOUGH, known - self.extra)
-        else:
-            found = self.columns.fitting(room, seconds, ENOUGH)
-        nbytes = int(self.space.problem.peak(found.choice)[0])
-        states = _states(self.offers, self.space.assignment(found.choice))
+        """Raises Infeasible, of bytes as they are counted."""
+        seconds, limit = min(deadline.left, _LONGEST), room + self.raised
+        try:
+            if prove:
+                found = self.columns.proven(limit, seconds, ENOUGH, known - self.extra)
+            else:
+                found = self.columns.fitting(limit, seconds, ENOUGH)
+        except Infeasible as reason:
+            own = [node for node in reason.nodes if node < len(self.space.names)]
+            raise Infeasible(reason.kind, own, reason.bound - self.raised, reason.step) from None
+        nbytes = int(self.columns.problem.peak(found.choice)[0] - self.raised)
+        states = _states(self.offers, self.space.assignment(found.choice[: len(self.space.names)]))
         seconds, bound = found.cost + self.extra, found.lower_bound + self.extra
-        return replace(states, seconds=seconds, lower_bound=bound, nbytes=nbytes, room=room)
+        return replace(
+            states,
+            seconds=seconds,
+            lower_bound=bound,
+            nbytes=nbytes,
+            worth=self.columns.worth(limit),
+            choice=found.choice,
+        )
 
     def explained(self, reason: Infeasible, limit: tuple[int, int]) -> InfeasibleError:
         return explained(reason, self.offers.joint, self.space, self.prices, limit)

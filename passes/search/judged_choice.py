@@ -50,9 +50,8 @@ class JudgedChoice:
         return counted_seconds(self.totals, overlaps)
 
     def corrected(self, overlaps: Sequence[PhaseOverlap]) -> tuple[PhaseOverlap, ...]:
-        """Under which the objective is the timeline. What has no kind but is not the update is counted besides: of the
-        forward, whose outputs the caller waits for."""
-        return corrected(self.totals, overlaps, self._wanted(len(overlaps)))
+        """Under which the objective is the timeline."""
+        return overlaps_of(self.totals, self.phases, overlaps)
 
     def difference(self, overlaps: Sequence[PhaseOverlap]) -> float:
         """Of objective and timeline, as a share of the step."""
@@ -62,16 +61,25 @@ class JudgedChoice:
         """Of every phase, the seconds of the timeline that the objective does not count; negative: those that it counts
         too many."""
         counted = phase_seconds(self.totals, overlaps)
-        return [w - c for w, c in zip(self._wanted(len(overlaps)), counted, strict=True)]
+        return [w - c for w, c in zip(_wanted(self.totals, self.phases, len(overlaps)), counted, strict=True)]
 
     def shifted(self, overlaps: Sequence[PhaseOverlap]) -> tuple[PhaseOverlap, ...]:
         """The same by constants alone: the plan that is found under them is the one found before."""
         pairs = zip(overlaps, self.missing(overlaps), strict=True)
         return tuple(replace(o, extra=o.extra + missing) for o, missing in pairs)
 
-    def _wanted(self, phases: int) -> list[float]:
-        first, *others = self.phases[:phases]
-        return [first - (float(self.totals[-1]) - sum(self.phases[phases:])), *others]
+
+def overlaps_of(
+    totals: Array, phases: Sequence[float], overlaps: Sequence[PhaseOverlap]
+) -> tuple[PhaseOverlap, ...]:
+    """`overlaps` under which the objective of these seconds by kind is a timeline of so many by phase. What has no kind
+    but is not the update is counted besides: of the forward, whose outputs the caller waits for."""
+    return corrected(totals, overlaps, _wanted(totals, phases, len(overlaps)))
+
+
+def _wanted(totals: Array, phases: Sequence[float], count: int) -> list[float]:
+    first, *others = phases[:count]
+    return [first - (float(totals[-1]) - sum(phases[count:])), *others]
 
 
 def counted_seconds(totals: Array, overlaps: Sequence[PhaseOverlap]) -> float:

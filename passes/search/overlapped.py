@@ -116,8 +116,9 @@ class CuttingPlanes:
     def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more. hear: told of what is
         known after each but the last."""
-        point: Point | None = self.bound_at
-        if self.mixes and len(self.planes) > 1 and (found := self._highest_point()) is not None:
+        found = self._highest_point() if self.planes else None
+        point: Point | None = self.bound_at if found is None else found[1]
+        if found is not None and self.mixes and len(self.planes) > 1:
             self.highest, point = self._of_mixes(found)
         for _ in range(ROUNDS):
             self._solve_at(point)

@@ -25,6 +25,16 @@ def unpaid_starts(totals: Array, missing: Sequence[float]) -> list[float]:
     ]
 
 
+def started(problem: Problem, kinds: CostKinds, choice: Sequence[int], phases: int) -> list[int]:
+    """How many such reductions a choice has, of every phase."""
+    counts = [0] * phases
+    for kind, (i, j), costs in zip(kinds.edges, problem.edges, problem.edge_costs, strict=True):
+        phase = ended_phase(kind)
+        if phase is not None and phase < phases and costs[choice[i], choice[j]] > 0.0:
+            counts[phase] += 1
+    return counts
+
+
 def started_alone(problem: Problem, kinds: CostKinds, seconds: Sequence[float]) -> Problem:
     """seconds: of every phase, of a start; where that is none, as it was."""
     known: dict[tuple[int, float], Array] = {}

@@ -69,12 +69,16 @@ class Columns:
     _worth: Point | None = None
     _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
     _tied: dict[float, _Fitting | None] = field(default_factory=dict[float, _Fitting | None])
+    _seen: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
 
-    def under(self, kinds: CostKinds) -> Columns:
-        """With other paths through a step. What is known of strategies and choices stays, of bounds nothing."""
-        return Columns(
-            self.problem, kinds, self.keep, _known=self._known, _last=self._last, _worth=self._worth
-        )
+    def corrected(self, problem: Problem, kinds: CostKinds) -> Columns:
+        """With other rows, and other paths through a step. What is known of strategies and choices stays, of bounds
+        nothing."""
+        return replace(self, problem=problem, kinds=kinds, _bounds=[], _shares=None, _tied={})
+
+    def worth(self, room: float) -> float:
+        """Seconds that a unit more of room would save, by the prices that were the best last."""
+        return sum(self._worth.prices.values()) / room if self._worth is not None else 0.0
 
     def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
         """The best choice that fits of those in which equal layers are alike, where there are many; else of the small
@@ -91,16 +95,14 @@ class Columns:
         if self._is_small:
             return self._whole(room, deadline, 0.0).solution()
         alike = self._alike(room, deadline, gap)
-        if alike is not None and self._solution(alike[0], room).gap > gap:
-            # What it brings is worth having, and the bound at its prices is soon there; those of the rows are better.
-            self._priced(alike[1], room, deadline, gap)
-            if self._bound(room) >= known:
-                return self._solution(alike[0], room)
-        if self._known is not None and self._worth is not None and known < math.inf:
-            # Prices that were good before, at another room or overlap, may say at once that nothing is as fast.
+        if self._worth is not None and (alike is not None or known < math.inf):
+            # Prices that were good before, at another room or overlap, may say at once that nothing is as fast. What
+            # they bring is worth having.
             self._priced(self._worth, room, deadline, gap)
-            if self._bound(room) >= known and self._fits(self._known, room):
-                return self._solution(self._known, room)
+            if self._known is not None and self._fits(self._known, room):
+                found = self._solution(self._known, room)
+                if self._bound(room) >= known or (alike is not None and found.gap <= gap):
+                    return found
         choice, point = self._small(room, deadline, gap)
         found = self._solution(choice, room)
         for _ in range(PROVING):
@@ -122,11 +124,15 @@ class Columns:
         if room not in self._tied:
             until = time.monotonic() + TIED * (deadline - time.monotonic())
             search = TiedPlanes(replace(self.problem, limit=room), self.kinds, self._ties, until, gap)
+            for choice in self._seen:
+                search.add(choice)
             self._tied[room] = None
             with suppress(Infeasible):
                 search.run()
                 self._add(search.choice)
                 self._tied[room] = search.choice, search.bound_at
+                self._worth = search.bound_at
+            self._seen = list(dict.fromkeys(search.found))
         found = self._tied[room]
         if found is None:
             return None
@@ -146,7 +152,7 @@ class Columns:
         for _ in range(ROUNDS):
             keep = [sorted(kept) for kept in self.keep]
             small = restricted(replace(self.problem, limit=room), dict(enumerate(keep)))
-            search = CuttingPlanes(small, self.kinds, deadline, True, gap / 4)
+            search = CuttingPlanes(small, self.kinds, deadline, True, gap / 2)
             search.bound_at = self._shares or search.bound_at
             if self._known is not None:
                 search.offer([kept.index(a) for kept, a in zip(keep, self._known, strict=True)])

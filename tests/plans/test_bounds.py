@@ -16,8 +16,8 @@ from benchmarks.fuzz_bounds import COUNTED, DO, NEEDS, examined
 from cost_model.deadline import NEVER, Deadline, OutOfTime
 from passes.ir.joint import JointGraph
 from passes.search.find_states import States
+from tests.plans.test_correcting import LIMIT, Machine, searching
 from tests.plans.test_infeasible import nbytes_of
-from tests.plans.test_rooms import LIMIT, Machine, searching
 
 DP2 = MeshSpec({"dp": 2})
 
@@ -71,13 +71,13 @@ def test_a_limit_that_an_error_offers_fits() -> None:
 
 
 def test_what_an_error_says_would_do_is_what_any_limit_leads_to(joint: JointGraph) -> None:
-    """Half of this limit is a room whose program holds 1300, which no larger limit's rooms come to: within 1300 there
-    is no plan. The least room, looked for anew, holds 1700 whatever the limit."""
-    machine = Machine(lambda counted: {LIMIT // 2: 1300, 1: 1700}.get(counted, 1900), least=1, enough=1)
+    """By hand: within this limit states of 150 are looked for, whose program holds 1300, and within a larger one not:
+    within 1300 there is no plan. The least room, looked for anew, holds 1700 whatever the limit."""
+    machine = Machine(lambda counted: {150: 1300, 1: 1700}.get(counted, 1850), least=1, enough=1)
     searched = searching(machine, joint)
     with pytest.raises(InfeasibleError):
         searched.found(LIMIT, NEVER)
-    assert LIMIT // 2 in machine.rooms and min(found.peak_nbytes for found in searched.anyway) == 1700
+    assert 150 in machine.counted and min(found.peak_nbytes for found in searched.anyway) == 1700
     with pytest.raises(InfeasibleError):
         searching(machine, joint).found(1300, NEVER)
     assert searching(machine, joint).found(1700, NEVER).peak_nbytes == 1700

@@ -106,7 +106,7 @@ def test_time_that_ends_after_plans_were_found_says_what_the_smallest_needs(
     def late(_: object) -> None:
         raise OutOfTime
 
-    monkeypatch.setattr("autoshard.plan.rooms.RoomSearch.run", late)
+    monkeypatch.setattr("autoshard.plan.correcting.Correcting.run", late)
     x = torch.randn(64, 8)
     options: dict[str, Any] = {"profile": slow_compute(), "backend": "eager"}
     whole = find_plan(nn.Linear(8, 64), MESH, (x,), **options).peak_memory

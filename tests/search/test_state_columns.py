@@ -76,5 +76,5 @@ def test_a_room_is_searched_so_once(large: list[float]) -> None:
     assert replace(problem, limit=0.9 * room).fits(smaller.choice)
     assert again.cost <= first.cost <= smaller.cost
     # Under another overlap what was found before says nothing.
-    found.under(kinds).fitting(room, 60.0, 5e-3)
+    found.corrected(found.problem, kinds).fitting(room, 60.0, 5e-3)
     assert large == [room, 0.9 * room, room]

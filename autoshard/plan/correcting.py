@@ -1,0 +1,216 @@
+"""States within a limit: what their program holds and takes is how the next are counted, until one fits and is near
+the bound of what is counted so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from autoshard.plan.infeasible import too_much
+from cost_model.deadline import Deadline, OutOfTime
+from cost_model.errors import InfeasibleError
+from passes.ir.joint import JointGraph
+from passes.search.corrected_rows import Held
+from passes.search.find import Found
+from passes.search.find_states import NoStates, OfferedStates, States
+from passes.search.narrowing import Narrowing
+from passes.states.compute_again import compute_again
+
+_STATES_SHARE = 0.5
+"""Share of the time left in which states must be chosen, each time."""
+_ROUNDS = 6
+"""How often states are chosen, at most."""
+_MORE, _RAISE, _FURTHEST = 1e-3, 1.05, 1.5
+"""Where no states fit as counted: share by which the next room is larger than the least that any need, and than the
+room before; and the largest, of the limit."""
+_PATIENCE = 2
+"""How many programs in a row may be no faster, once one fits."""
+_WORTH = 0.01
+"""Share of the time that states must be able to save, by the bound, to be chosen once more."""
+
+
+class Chosen(Protocol):
+    """What programs within a limit have in common: states' layouts, or a family's."""
+
+    def narrowing(self, task: Narrowing, /) -> Narrowing:
+        """What is left of all that the task allows."""
+        ...
+
+
+Fastest = Callable[[JointGraph, Chosen | None, int | None, int, Deadline], Found]
+"""The fastest plan of a graph, of those that are chosen, within a limit less a reserve."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One set of collectives. fastest: the plans that it gives; offer: states, from the fastest plan of all."""
+
+    fastest: Fastest
+    offer: Callable[[Found], OfferedStates]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A plan lowered with so much in transfers at once. phases: seconds of each. over: bytes by which it is over the
+    limit, with what it needs besides. held: at each op."""
+
+    phases: Sequence[float]
+    over: int
+    held: Held
+
+    def price(self, worth: float) -> float:
+        """Seconds that it would take within the limit, where a byte is worth so many."""
+        return sum(self.phases) + worth * max(0, self.over)
+
+
+@dataclass
+class Correcting:
+    """The search counts other bytes and seconds than a program has, by what differs between plans. So states are chosen
+    again and again, each time as the program of those before is.
+
+    programs: of a plan, the ways in which it was lowered. needs: bytes of a plan, with what it needs besides. reserve:
+    of `StatesWithin`. whole: the fastest plan. faster: than this a plan has to be, in seconds. anyway: of
+    `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states at first. judged:
+    states of which there is a program. tight: as it is counted now, nothing fitted. bound: no states that are as they
+    are counted now take less."""
+
+    joint: JointGraph
+    programs: Callable[[Found], Sequence[Program]]
+    needs: Callable[[Found], int]
+    reserve: Callable[[Found | None], int]
+    way: Way
+    whole: Found
+    limit: int
+    faster: float
+    anyway: list[Found]
+    deadline: Deadline
+    best: Found | None = None
+    least: Found | None = None
+    refused: InfeasibleError | None = None
+    judged: list[States] = field(default_factory=list)
+    tight: bool = False
+    bound: float = 0.0
+
+    @cached_property
+    def offered(self) -> OfferedStates:
+        return self.way.offer(self.whole)
+
+    def run(self) -> Found | None:
+        """None: by the bound none is as fast as is asked for."""
+        try:
+            self._corrected()
+        except InfeasibleError as reason:
+            if not self.judged:
+                self.refused = self.refused or reason
+        if self.best is None and self.bound >= self.faster:
+            return None
+        if self.best is None and self.faster == math.inf:
+            self._smallest()
+        if self.best is None:
+            raise self.refused or too_much(self.limit, self.least or self.whole)
+        return self.best
+
+    def _corrected(self) -> None:
+        """First of layouts as they are known, to see what programs hold; then of any."""
+        room = self.limit - max(self.reserve(self.whole), 0)
+        # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
+        if room <= 0 or self.joint.in_flight > 1:
+            room = self.limit - self.reserve(None)
+        patience = _PATIENCE
+        for number in range(_ROUNDS):
+            before = self._seconds
+            found = self._round(room, prove=number > 0)
+            if self._seconds < math.inf:
+                patience = _PATIENCE if self._seconds < before * (1.0 - _WORTH) else patience - 1
+            if found is None or not patience:
+                return
+            room = self.limit - self.reserve(found)
+
+    @property
+    def _seconds(self) -> float:
+        return math.inf if self.best is None else self.best.seconds
+
+    def _round(self, room: int, *, prove: bool) -> Found | None:
+        """The plan of states for a room, by which others are counted from then on; None: there are none worth it."""
+        states = self._states(room, prove)
+        if not prove and states.seconds >= self.faster:
+            states, prove = self._states(room, True), True
+        self.bound = states.lower_bound if prove else 0.0
+        wanted = min(self.faster, self._seconds * (1.0 - _WORTH))
+        hopeless = self.bound >= wanted or (self.best is not None and states.seconds >= wanted)
+        if hopeless or any(states.are(one) for one in self.judged):
+            return None
+        found = self._judged(states)
+        if found is not None:
+            self._take(found)
+            program = self._closest(found, states)
+            self.offered.correct(states, program.phases, program.held)
+        return found
+
+    def _states(self, room: int, prove: bool) -> States:
+        """Where there are none, of the least room that has some: rows may count more than a program holds."""
+        limit, self.tight = (self.limit, self.reserve(None)), False
+        while True:
+            latest = self.deadline.share(_STATES_SHARE)
+            try:
+                return self.offered.find(
+                    room=room, limit=limit, deadline=latest, prove=prove, known=self.faster
+                )
+            except NoStates as refused:
+                if not self.judged:
+                    self.refused = self.refused or refused
+                larger = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE) if self.tight else 0)
+                if self.best is not None or not room < larger <= _FURTHEST * self.limit:
+                    raise
+                room, self.tight = larger, True
+
+    def _take(self, found: Found) -> None:
+        for one in (found, *found.rivals):
+            if self.needs(one) > self.limit:
+                if self.least is None or one.peak_nbytes < self.least.peak_nbytes:
+                    self.least = one
+            elif self.best is None or one.seconds < self.best.seconds:
+                self.best = one
+
+    def _closest(self, found: Found, states: States) -> Program:
+        """By which states are counted next: the one that would be the fastest if what it is over the limit were made
+        room for; where nothing fits, the one that is over it least."""
+        if self.tight:
+            return min(self.programs(found), key=lambda one: one.over)
+        return min(self.programs(found), key=lambda one: one.price(states.worth))
+
+    def _judged(self, states: States) -> Found | None:
+        """Its fastest program, that fits if one does; None where there was no time for it, and there is a better one
+        than none."""
+        self.judged.append(states)
+        graph = compute_again(self.joint, states.again)
+        try:
+            return self.way.fastest(graph, states, None, 0, self.deadline)
+        except (InfeasibleError, OutOfTime):
+            if self.best is None:
+                raise
+            return None
+
+    def _smallest(self) -> None:
+        """Of the least room that has states, looked for anew: what an error of a smaller limit says would fit does
+        fit."""
+        anew, room, limit = self.way.offer(self.whole), 0, (self.limit, self.reserve(None))
+        with suppress(InfeasibleError):
+            while True:
+                latest = self.deadline.share(_STATES_SHARE)
+                try:
+                    states = anew.find(room=room, limit=limit, deadline=latest, prove=False)
+                    break
+                except NoStates as refused:
+                    if refused.least <= room:
+                        return
+                    room = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE))
+            found = self._judged(states)
+            assert found is not None
+            self._take(found)
+            if self.best is None and latest.left > 0.0:
+                self.anyway += [found, *found.rivals]
