@@ -5,6 +5,7 @@ Private means any name under `torch._*`. Supported: torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -77,10 +78,13 @@ def compiler_names() -> list[str]:
 
 
 def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fake tensors like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0."""
-    from torch._subclasses import FakeTensorMode
+    """Fake tensors like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0.
 
-    with FakeTensorMode():
+    It has a ShapeEnv: without one Inductor does not look into its cache, nor write to it."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
@@ -148,6 +152,9 @@ def compile_with_inductor(
     (Inductor's stays on).
 
     last: changes in place the graph that Inductor lowers, which has as many results as `module`.
+
+    What was compiled before is read from Inductor's cache, whose keys know of its own lowerings alone, hence the tag
+    (`torch.compiler.config` since 2.7).
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -165,7 +172,8 @@ def compile_with_inductor(
         return made[-1]
 
     # An op of `torch.library.triton_op` runs as it is: it may have another kernel for this device.
-    with config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
+    tagged = torch.compiler.config.patch(cache_key_tag=inspect.getsource(lower_as_collectives))
+    with tagged, config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:
         return made[0], getattr(made[0], "source_code", "")
