@@ -17,6 +17,7 @@ from autoshard.arguments import (
     checked_micro_batches,
     checked_model,
     checked_race,
+    checked_tune,
     optimizer_name,
 )
 from autoshard.global_call import as_call
@@ -61,6 +62,7 @@ def autoshard(
     stages: str | None = None,
     schedule: str | None = None,
     gap: float = 0.01,
+    tune: str = "background",
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -108,6 +110,11 @@ def autoshard(
                     fastest that fits.
     gap:            share of the step by which a plan may be above its bound when its search ends by itself.
 
+    tune:           "background": steps begin with a plan that is found in about two seconds, run op by op; the search,
+                    timing (2 % of the steps' time) and the compiler go on beside them, and a better program, with
+                    parameters and optimizer states in its layouts, takes over between two steps (`is_tuned`). "first": all before the first step. "off": the
+                    first plan, compiled, stays. With `race` or `stages` it is "first".
+
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
 
@@ -144,6 +151,7 @@ def autoshard(
             recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
             gap=checked_share(gap, "gap"),
+            tune=checked_tune(tune),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
             optimizer=named,

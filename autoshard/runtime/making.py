@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +16,7 @@ from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
-from autoshard.runtime.executable import Home
+from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
@@ -43,6 +43,23 @@ _log = logging.getLogger("autoshard")
 
 Made = Callable[[str], CallProgram]
 """Compiles this rank's program by a backend, on all ranks together."""
+Lowering = Callable[[], Callable[[str], CallProgram]]
+"""Lowers this rank's program, and returns what compiles it, both without other ranks."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A `Made`. alone: compiles by a backend, on this rank alone."""
+
+    home: Home
+    kind: str
+    alone: Callable[[str], CallProgram]
+
+    def __call__(self, backend: str) -> CallProgram:
+        mesh = self.home.mesh
+        keep_freed_memory(local_device(mesh))
+        with self.home.stages("compiling the plan", (self.kind, backend)):
+            return collectively(mesh, lambda: self.alone(backend), what="compiling a plan")
 
 
 def places_of(mesh: DeviceMesh, plan: Plan) -> dict[str, Place]:
@@ -77,17 +94,13 @@ class Call:
             self._cuts[way] = collectively(self.home.mesh, made, what="cutting a batch")
         return self._cuts[way]
 
-    def made(self, plan: Plan) -> Made:
+    def made(self, plan: Plan) -> Lowered:
         """Lowered; what compiles it, on all ranks or on none."""
-        home = self.home
-        compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
+        alone = collectively(self.home.mesh, self.lowering(plan), what="lowering a plan")
+        return Lowered(self.home, self.kind, alone)
 
-        def made(backend: str) -> CallProgram:
-            keep_freed_memory(local_device(home.mesh))
-            with home.stages("compiling the plan", (self.kind, backend)):
-                return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
-
-        return made
+    def lowering(self, plan: Plan) -> Lowering:
+        return _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
     def ends(self, plan: Plan) -> CallEnds:
         """With stages, an output that is not asked for whole stays on the ranks of its stage."""
@@ -101,6 +114,9 @@ class Call:
             outputs.append(OutputSide(shape, layout, kind, on))
         return CallEnds(_sides(joint, plan), tuple(outputs))
 
+    def running(self, plan: Plan, program: CallProgram) -> Running:
+        return Running(self.cut(plan), self.ends(plan), program, plan)
+
     def entry(self, plan: Plan, program: CallProgram) -> RaceEntry:
         """The plan on copies of what a training step reads and writes."""
         home, joint = self.home, self.cut(plan).joint
@@ -108,38 +124,37 @@ class Call:
         return RaceEntry(home.model, joint, home.mesh, self._tensors, program, sides, places)
 
 
-def _whole(call: Call, plan: Plan) -> Made:
+def _whole(call: Call, plan: Plan) -> Lowering:
     """Every rank runs the whole model."""
     home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
     groups = groups_for(home.mesh, axes_in(plan))
 
-    def lower() -> list[RankProgram]:
-        programs = _programs(plan, cut.joint, spec, dist.get_rank(), groups)
-        if len(programs) == 1:
-            with runnable(plan):
-                if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
-                    programs = [programs[0].joined()]
-                _ = programs[0].phases
-        return programs
-
-    ours = collectively(home.mesh, lower, what="lowering a plan")
     given = _sides(cut.joint, plan), spec, rank
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
+    world_rank = dist.get_rank()
 
-    def compiled(backend: str) -> CallProgram:
-        if len(ours) > 1:
-            device = local_device(home.mesh)
-            return program_in_pieces(ours, *given, device, backend, home.observers, around)
-        backward = ours[0].phases.backward
-        program = Program(ours[0], *given, backend, home.observers, around)
-        if backward is not None:
-            program.compile_backward(usually_missing(backward))
-        return program
+    def lower() -> Callable[[str], CallProgram]:
+        programs = _programs(plan, cut.joint, spec, world_rank, groups)
+        if len(programs) > 1:
+            more = programs, *given, local_device(home.mesh)
+            return lambda backend: program_in_pieces(*more, backend, home.observers, around)
+        with runnable(plan):
+            if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
+                programs = [programs[0].joined()]
+            _ = programs[0].phases
 
-    return compiled
+        def compiled(backend: str) -> CallProgram:
+            program = Program(programs[0], *given, backend, home.observers, around)
+            if programs[0].phases.backward is not None:
+                program.compile_backward(usually_missing(programs[0].phases.backward))
+            return program
+
+        return compiled
+
+    return lower
 
 
-def _staged(call: Call, plan: PipelinePlan) -> Made:
+def _staged(call: Call, plan: PipelinePlan) -> Lowering:
     """The ranks along an axis of the mesh run stages."""
     home, cut = call.home, call.cut(plan)
     # Of the collectives of all stages, alike on every rank.
@@ -148,17 +163,18 @@ def _staged(call: Call, plan: PipelinePlan) -> Made:
     own = home.mesh.get_local_rank(plan.axis)
     ends = _pipeline_ends(home.mesh, cut.joint, plan, graphs)
 
-    def lower() -> list[StageOnRank]:
-        return [
+    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
+
+    def lower() -> Callable[[str], CallProgram]:
+        ours = [
             StageOnRank(graph, tuple(_programs(stage, graph.joint, ends.spec, ends.rank, groups)))
             for graph, stage in zip(graphs, plan.stages, strict=True)
             if graph.stage % plan.ranks == own
         ]
+        given = ends, ours, len(graphs), plan.schedule
+        return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
 
-    ours = collectively(home.mesh, lower, what="lowering a plan")
-    given = ends, ours, len(graphs), plan.schedule
-    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
-    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
+    return lower
 
 
 def _pipeline_ends(

@@ -6,8 +6,9 @@ import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
+from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.global_call import GlobalCall, global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import PipelinePlan, Plan
@@ -25,7 +27,8 @@ from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.executable import Executable, Programs, SeedStream
+from autoshard.refine.time_work import TimedStore
+from autoshard.runtime.executable import Executable, MadeAhead, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -36,6 +39,7 @@ from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.sharding import check_placed, move_buffers
+from autoshard.runtime.tuning import Tuning
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
@@ -71,6 +75,9 @@ class Session:
         self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
+        self.copied = False
+        """Copies are averaged with the model, and have its layouts."""
+        self.tunings: list[Tuning] = []
         self.watch = watch_of(mesh)
 
     @staticmethod
@@ -115,33 +122,75 @@ class Session:
         fingerprint = self._fingerprint(captured.joint, whole)
         agree(self.mesh, fingerprint)
         planner = Planner(self.mesh, self.spec, self._with_optimizer())
-        with self.stages("finding a plan", fingerprint):
-            refined = planner.refined(captured, layouts) if self.plan is None else None
-            found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        plan, made = race(making, found)
-        if self.plan is None and planner.may_rehearse and is_to_rehearse(plan, self.settings.time_limit):
-            with self.stages("rehearsing the plan", fingerprint):
-                plan, made = rehearsed(making, plan, made)
-            if refined is not None and plan.rehearsed is not None:
-                refined.keep(plan)  # for the next start
-        programs = Programs(made, self.settings.backend, at_once=self.plan is None)
-        self._settle(plan)
-        captured = making.cut(plan)
+        if self.settings.starts_at_once:
+            programs = self._at_once(planner, making, fingerprint)
+        else:
+            programs = self._ahead(planner, making, fingerprint)
+        captured = making.cut(programs.running.plan)
         call = replace(captured.call, key=key)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
-        staged = isinstance(plan, PipelinePlan)
+        staged = isinstance(programs.running.plan, PipelinePlan)
         buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
         return Executable(
             self,
-            replace(captured, call=call),
-            making.ends(plan),
+            call,
             programs,
             Guards(self.model, captured.reads),
             CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers)),
         )
+
+    def _ahead(self, planner: Planner, making: Call, fingerprint: object) -> MadeAhead:
+        """All of it before the first step."""
+        backend, first = self.settings.backend, self.plan is None
+        with self.stages("finding a plan", fingerprint):
+            refined = planner.refined(making.whole, making.layouts) if first else None
+            found = self._planned(planner, making.whole, making.layouts, refined)
+        plan, made = race(making, found)
+        if first and planner.may_rehearse and is_to_rehearse(plan, self.settings.time_limit):
+            with self.stages("rehearsing the plan", fingerprint):
+                plan, made = rehearsed(making, plan, made)
+            if refined is not None and plan.rehearsed is not None:
+                refined.keep(plan)  # for the next start
+        program = made(backend if first else "eager")
+        self._settle(plan)
+        later = None if first or backend == "eager" else lambda: made(backend)
+        return MadeAhead(making.running(plan, program), later)
+
+    def _at_once(self, planner: Planner, making: Call, fingerprint: object) -> Tuning:
+        """A plan that is found soon, op by op; what is better is made beside the steps, unless that is off."""
+        backend, first, work = self.settings.backend, self.plan is None, None
+        store = planner.store() if first else None
+        with self.stages("finding a plan", fingerprint):
+            if first:
+                plan, tuned = self._shared_quick(planner, making, store)
+            else:
+                plan, tuned = self.replanned(making), False
+        made = making.made(plan)
+        compiled = first and (self.settings.tune == "off" or self._was_compiled(plan, making))
+        program = made(backend if compiled else "eager")
+        self._settle(plan)
+        if first and not tuned and self.settings.tune == "background":
+            work = planner.search_beside(making.whole, making.layouts, plan, store)
+        to_compile = None if compiled or backend == "eager" else made
+        begin = 2 if first else 3  # a last, smaller batch comes once an epoch
+        tuning = Tuning(self, making, making.running(plan, program), to_compile, begin=begin, search=work)
+        self.tunings.append(tuning)
+        return tuning
+
+    def _shared_quick(self, planner: Planner, making: Call, store: TimedStore | None) -> tuple[Plan, bool]:
+        mine: list[tuple[Plan, bool]] = []
+
+        def find() -> tuple[Any, bool, int]:
+            mine.append(planner.quick(making.whole, making.layouts, store))
+            return mine[0][0].to_json(), mine[0][1], torch.initial_seed()
+
+        data, tuned, seed = from_first(self.mesh, find, what="the plan")
+        self.seeds.start(seed)
+        read = lambda: mine[0][0] if mine else Plan.from_json(data)
+        return self._told(collectively(self.mesh, read, what="the plan read")), tuned
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -193,11 +242,38 @@ class Session:
             self.seeds.start(seed)
         read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
-        plan = found[0].plan
+        self._told(found[0].plan)
+        return found
+
+    def _told(self, plan: Plan) -> Plan:
         replicated = fallback_lines(plan.stages)
         if replicated:
             _log.warning("%s", "\n".join(replicated))
-        return found
+        return plan
+
+    def replanned(self, call: Call) -> Plan:
+        planner = Planner(self.mesh, self.spec, self._with_optimizer())
+        return self._planned(planner, call.whole, call.layouts, None)[0].plan
+
+    def exchanged(self, plan: Plan) -> None:
+        self._adopt(plan)
+        for tuning in self.tunings:
+            tuning.stale = tuning.running.plan is not plan
+
+    def _compiled_mark(self, plan: Plan, call: Call) -> Path:
+        """A file that says that this rank's program of the plan is in the compiler's cache."""
+        how = self.settings.backend, plan.fingerprint, call.kind, self.mesh.get_rank(), code_fingerprint()
+        name = hashlib.sha256("\n".join(map(str, how)).encode()).hexdigest()[:24]
+        return cache_folder() / "plans" / f"{name}.compiled"
+
+    def _was_compiled(self, plan: Plan, call: Call) -> bool:
+        """On all ranks, in an earlier start."""
+        mine = self.settings.backend == "eager" or self._compiled_mark(plan, call).exists()
+        return all(everyones(self.mesh, mine, what="whether the plan was compiled before"))
+
+    def compiled(self, plan: Plan, call: Call) -> None:
+        with suppress(OSError):
+            write_whole(self._compiled_mark(plan, call), "")
 
     def _with_optimizer(self) -> Settings:
         """The optimizer counts that is there, if the user named none."""
@@ -238,8 +314,11 @@ class Session:
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             place_parameters(self.model, self.mesh, places_of(self.mesh, plan))
         if self.plan is None:
-            self.plan = plan
-            self.model.autoshard_plan = plan  # type: ignore[assignment]
+            self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model.autoshard_plan = plan  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """The session of a copied model: parameters and stream of seeds of its own, the plan of this one.
@@ -249,6 +328,7 @@ class Session:
         twin = Session(copy.deepcopy(self.model, memo), self.mesh, self.spec, self.settings)
         memo[id(self)] = twin
         twin.plan, twin.seeds = self.plan, self.seeds.copied()
+        self.copied = twin.copied = True
         if self.plan is None:
             self._copies.add(twin)
         return twin

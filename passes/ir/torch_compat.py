@@ -180,6 +180,14 @@ def compile_with_inductor(
     return lambda inputs: wrapped(*inputs), ""
 
 
+def compiles_in_process() -> AbstractContextManager[Any]:
+    """Inside, Inductor compiles by itself: in a child the processes that its parent started for it do not answer.
+    `compile_threads` since torch 2.0."""
+    import torch._inductor.config as config
+
+    return config.patch(compile_threads=1)
+
+
 def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> None:
     """Let Inductor lower `ops` as it does torch's functional collectives.
 
