@@ -182,6 +182,17 @@ def autoshard(
     return model
 
 
+def is_tuned(model: nn.Module) -> bool:
+    """Whether nothing more will change beside the steps of a model that `autoshard` made parallel: the same on all ranks
+    after the same calls. It goes on during calls alone: `while not is_tuned(model): step()`.
+
+    Raises ShardingError for another model."""
+    session = Session.of(model)
+    if session is None:
+        raise ShardingError("model was not made parallel\n  try: autoshard(model, mesh) before")
+    return session.plan is not None and all(tuning.ended for tuning in session.tunings)
+
+
 def _stages(given: str | None, plan: Plan | None, mesh: MeshSpec) -> str | None:
     """A plan's own, if there is one. ShardingError if another is asked for."""
     wanted = checked_stages(given, mesh)

@@ -59,17 +59,20 @@ class Beside:
         self._talk, theirs = multiprocessing.Pipe()
         self.error: str | None = None
         self.ended = False
-        if in_child:
-            self._process = multiprocessing.get_context("fork").Process(
-                target=_in_child, args=(work, theirs), daemon=True
-            )
-            with warnings.catch_warnings():  # 3.12 warns of forks where there are threads: the child uses none of them
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._process.start()
-            theirs.close()
-        else:
-            self._process = None
+        self._pid = 0
+        if not in_child:
             threading.Thread(target=_worked, args=(work, theirs), daemon=True).start()
+            return
+        # Not multiprocessing's: a rank that it started as a daemon may have no children of its kind.
+        with warnings.catch_warnings():  # 3.12 warns of forks where there are threads: the child uses none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                _in_child(work, theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
 
     def news(self) -> Any:
         """What was sent next; None: nothing yet, or no more."""
@@ -91,11 +94,13 @@ class Beside:
 
     def end(self) -> None:
         """Whatever it does."""
+        if self.ended:
+            return
         self.ended = True
         self._talk.close()
-        if self._process is not None and self._process.is_alive():
-            self._process.kill()
-
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 class _Said:
     def __init__(self, talk: Connection) -> None:
