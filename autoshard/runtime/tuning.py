@@ -33,7 +33,7 @@ _log = logging.getLogger("autoshard")
 
 TURN_SECONDS, MOST_CALLS = 0.5, 1000
 """Ranks ask each other how far they are about so often, and at least every so many calls."""
-TRIAL_CALLS, SLOWER = 8, 1.05
+TRIAL_CALLS, SLOWER = 8, 1.1
 """Steps of a new program that are compared with those before, and from when on it was better before."""
 
 
@@ -198,7 +198,8 @@ class Tuning:
         self.running = call.running(plan, program)
         home.compiled(plan, call)
         self._move(before.plan)
-        self._before, self._since = (before, seconds), self._calls
+        self._before = None if target.is_back else (before, seconds)
+        self._since = self._calls
         self._begins.clear()
         what = "compiled" if plan is before.plan else plan_words(plan)
         tell(home.mesh.get_rank(), f"tuning: from step {self._calls} on {what}")
@@ -225,7 +226,7 @@ class Tuning:
             self.running = before
         else:
             tell(rank, f"tuning: steps take {steps}, and go on by the plan before")
-            self._target = _Target(before.plan, self._call.lowering(before.plan))
+            self._target = _Target(before.plan, self._call.lowering(before.plan), is_back=True)
 
     def _time(self) -> None:
         assert self._timing is not None
@@ -248,11 +249,13 @@ class Tuning:
 
 @dataclass(frozen=True)
 class _Target:
-    """A plan that is to run, what lowers it on this rank alone, and what makes its program where it is lowered."""
+    """A plan that is to run, what lowers it on this rank alone, and what makes its program where it is lowered.
+    is_back: it ran before, and was faster."""
 
     plan: Plan
     lowering: Lowering
     made: Lowered | None = None
+    is_back: bool = False
 
 
 def _compiling(home: Home, work: Callable[[], object]) -> Beside:
