@@ -8,6 +8,7 @@ from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
 from autoshard.data.scatter import gather, scatter, weighted_mean
+from autoshard.plan.answer import Answer
 from autoshard.plan.find_plan import find_plan
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.random_state import random_state
@@ -31,6 +32,7 @@ from passes.rules.check.discover import discover_rule
 from passes.rules.core.rule_registry import register_rule
 
 __all__ = [
+    "Answer",
     "ArrayDataset",
     "AutoshardError",
     "CaptureError",

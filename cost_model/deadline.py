@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 
 class OutOfTime(Exception):
     """A deadline passed. For whoever set it to translate; not for users."""
 
 
+class Watch(Protocol):
+    """Hears of each better answer of a search, and may end it before its time."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def tell(self, answer: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class Deadline:
-    """at: on the clock of `time.monotonic`."""
+    """at: on the clock of `time.monotonic`. watch: of the search that must have ended then; deadlines made of this one
+    have it, too. of_part: what is found is a part of an answer, of which the watch does not hear."""
 
     at: float
+    watch: Watch | None = None
+    of_part: bool = False
 
     @staticmethod
-    def after(seconds: float) -> Deadline:
+    def after(seconds: float, watch: Watch | None = None) -> Deadline:
         """`seconds` from now."""
-        return Deadline(time.monotonic() + seconds)
+        return Deadline(time.monotonic() + seconds, watch)
 
     @property
     def left(self) -> float:
-        """Seconds until then; negative once it has passed."""
-        return self.at - time.monotonic()
+        """Seconds until then; negative once it has passed, or the watch has ended it."""
+        ended = self.watch is not None and self.watch.ended
+        return -math.inf if ended else self.at - time.monotonic()
 
     def check(self) -> None:
         """Raises OutOfTime once it has passed."""
@@ -34,15 +48,20 @@ class Deadline:
 
     def earlier(self, seconds: float) -> Deadline:
         """So many seconds before this one."""
-        return Deadline(self.at - seconds)
+        return replace(self, at=self.at - seconds)
 
     def at_least(self, seconds: float) -> Deadline:
         """This one, or so many seconds from now if that is later."""
-        return Deadline(max(self.at, time.monotonic() + seconds))
+        return replace(self, at=max(self.at, time.monotonic() + seconds))
 
     def share(self, part: float) -> Deadline:
         """When `part` of the time that is left has passed."""
-        return self if math.isinf(self.at) else Deadline.after(part * self.left)
+        return self if math.isinf(self.at) else replace(self, at=time.monotonic() + part * self.left)
+
+    def tell(self, answer: Any) -> None:
+        """What was found, and may be the best so far."""
+        if self.watch is not None and not self.of_part:
+            self.watch.tell(answer)
 
 
 NEVER = Deadline(math.inf)

@@ -24,6 +24,7 @@ from autoshard.arguments import (
     optimizer_name,
 )
 from autoshard.global_call import as_call, global_call, output_layouts
+from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
@@ -89,6 +90,7 @@ def find_plan(
     stages: str | None = None,
     schedule: str | None = None,
     gap: float = 0.01,
+    on_better: OnBetter | None = None,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -127,6 +129,8 @@ def find_plan(
                     fastest that fits.
     gap:            share of the step by which the plan may be above the bound when the search ends by itself; 0: it
                     goes on as long as there is something to try.
+    on_better:      called with an `Answer`, the best plan so far and its bound, as soon as there is a better one or
+                    more is proven of it; the search ends, with that plan, where it returns False.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit, or the batch cannot be
@@ -143,7 +147,8 @@ def find_plan(
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
     ends_at = checked_share(gap, "gap")
-    deadline = Deadline.after(seconds)
+    listener = None if on_better is None else Listener(on_better)
+    deadline = Deadline.after(seconds, listener)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
@@ -171,7 +176,10 @@ def find_plan(
     division = Division(pieces, staged, only)
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task, division)
-    return division.fastest(task, deadline)
+    plan = division.fastest(task, deadline)
+    if listener is not None:
+        listener.returned(plan)
+    return plan
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

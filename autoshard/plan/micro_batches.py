@@ -144,7 +144,7 @@ def fitting(
     except InfeasibleError as error:
         reason = error
     for cut in itertools.chain([fewest], cuts):
-        if deadline.left <= 0.0:
+        if deadline.left <= 0.0 and cut is not fewest:
             break
         try:
             found = planned(cut, deadline)

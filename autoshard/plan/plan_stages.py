@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autoshard.plan.answer import Answer
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.plan_content import Part, PlanOrigin
 from autoshard.plan.plan_prices import plan_reserve
@@ -82,6 +83,7 @@ def _fastest_cut(
         found = search.best(orders, math.inf if best is None else best.step_time)
         if found is not None:
             best = pipeline_plan(cutter.task, cutter.axis, chosen.cut, chosen.gap, *found)
+            until.tell(Answer.of(best))
         seconds = [stage.figures.of_piece(cutter.joint.pieces) for stage in search.free]
         if max(seconds) > (1.0 + WORTH) * sum(seconds) / len(seconds):
             chosen = cutter.cut(orders[0].stages, cutter.learned(chosen.cut, seconds))

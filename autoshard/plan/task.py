@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autoshard.plan.answer import BestSoFar
 from autoshard.plan.families import Again, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
-from autoshard.plan.judged import Judged, judged, judged_within
+from autoshard.plan.judged import Judged, judged
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_ends import (
@@ -65,6 +66,10 @@ from passes.states.offers import users_choice
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
+
+_FIRST_PLAN = 20.0
+"""Seconds for each search of a first plan, at most, where none was found in time."""
+_AT_ONCE = SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)
 
 
 @dataclass(frozen=True)
@@ -177,16 +182,16 @@ def search_plans(
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
     until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
-    known: dict[int, Judged] = {}
+    beside = lambda one: task.reserve(one.collectives, one.memory)
+    made = lambda found, judged: plan_of(task, found, judged, task.again())
+    best, known = BestSoFar(task.memory_limit, beside, made, until), wholes or KnownWholes()
 
-    def way(number: int, prices: Prices) -> Way:
+    def way(number: int, prices: Prices, start: SearchStart) -> Way:
         def fastest(
             joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
-                given = joint, assignment, joining
-                found = judged(*given) if chosen is None else judged_within(*given, over)
-                known[id(assignment)] = found
+                found = best.judge((joint, assignment, joining), within=chosen is not None)
                 rivals(found)
                 return Judgement(found.phase_seconds, found.peak.nbytes)
 
@@ -203,64 +208,57 @@ def search_plans(
                     narrowing=narrowing,
                     judge=judge,
                     start=start.ending_at(task.gap),
+                    hear=lambda one: best.hear(one, of_all=chosen is None and number == 0),
                 )
-                return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
+                return replace(best.with_peak(found), rivals=tuple(map(best.with_peak, found.rivals)))
 
-            if wholes is None or chosen is not None or memory_limit is not None:
+            if chosen is not None or memory_limit is not None:
                 return search()
             one = WholeTask(task.joint.graph, again, task.mesh, task.boundary, narrowing, number)
-            return wholes.found(one, known, search)
+            found = known.found(one, best.judged, search)
+            best.bound = best.bound if number else found.lower_bound
+            return found
 
         def offer(whole: Found) -> OfferedStates:
-            joining, pinned = prices.joining(whole.joined), _pinned(task)
-            return OfferedStates.of(
-                task.joint,
-                joining,
-                task.boundary,
-                whole.assignment,
-                narrowing=task.narrowing,
-                pinned=pinned,
-                overlaps=whole.overlaps,
-            )
+            given = task.joint, prices.joining(whole.joined), task.boundary, whole.assignment
+            narrowing, pinned, overlaps = task.narrowing, _pinned(task), whole.overlaps
+            return OfferedStates.of(*given, narrowing=narrowing, pinned=pinned, overlaps=overlaps)
 
         return Way(fastest, offer)
 
-    def of_program(found: Found) -> Found:
-        peak = known[id(found.assignment)].peak
-        return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
-
-    beside = lambda one: task.reserve(one.collectives, one.memory)
-    over = lambda one: one.peak.nbytes + beside(one) - (task.memory_limit or 0)
-
-    def reserve(found: Found | None) -> int:
-        return task.reserve((), None) if found is None else beside(known[id(found.assignment)])
-
-    def messages(found: Found) -> int:
-        return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
-
-    spared = lambda found: known[id(found.assignment)].spared(over)
+    reserve = lambda found: task.reserve((), None) if found is None else beside(best.of(found))
+    messages = lambda found: messages_nbytes(task.links or task.mesh, best.of(found).collectives)
+    spared = lambda found: best.of(found).spared(best.over)
     again = tuple(_pinned(task) or ())
     whole = compute_again(task.joint, again)
-    ways = way(0, task.prices), way(1, task.prices.avoiding(MESSAGES))
     families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
-    within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)
+
+    def limited(start: SearchStart) -> StatesWithin:
+        ways = way(0, task.prices, start), way(1, task.prices.avoiding(MESSAGES), start)
+        return StatesWithin(whole, ways, reserve, messages, spared, families)
+
+    within_limit = limited(start)
     try:
-        found = within_limit.found(task.memory_limit, until)
+        found = best.or_better(within_limit.found(task.memory_limit, until))
     except (InfeasibleError, OutOfTime) as error:
-        reason = None if isinstance(error, OutOfTime) or (known and until.left <= 0.0) else error
+        late = until.left <= 0.0
+        reason = None if isinstance(error, OutOfTime) or (best.judged and late) else error
+        for at_once in _AT_ONCE if late or reason is None else ():
+            if best.found is None:
+                with suppress(InfeasibleError, OutOfTime):
+                    limited(at_once).found(task.memory_limit, Deadline.after(_FIRST_PLAN, best))
+        if best.found is not None:
+            return [best.plan(best.found)]
         with suppress(InfeasibleError, OutOfTime):
-            if reason is not None and not known and task.memory_limit is not None:
+            if reason is not None and not best.judged and task.memory_limit is not None:
                 # For what lives at its peak.
-                within_limit.anyway.append(ways[0].fastest(whole, None, None, 0, until))
+                within_limit.anyway.append(within_limit.ways[0].fastest(whole, None, None, 0, until))
         limits = task.memory_limit, task.time_limit
         asked = Asked(task.joint, task.mesh, *limits, task.pins, task.recompute, beside, task.links)
-        anyway = [known[id(one.assignment)] for one in within_limit.anyway]
-        raise told(reason, asked, known.values(), anyway) from None
+        raise told(reason, asked, best.judged.values(), list(map(best.of, within_limit.anyway))) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
-    fits = lambda one: task.memory_limit is None or over(known[id(one.assignment)]) <= 0
-    kept = (found, *itertools.islice(filter(fits, found.rivals), most - 1))
-    return [plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
+    return [best.plan(one) for one in (found, *itertools.islice(filter(best.fits, found.rivals), most - 1))]
 
 
 def _pinned(task: Task) -> list[str] | None:

@@ -19,14 +19,14 @@ peak.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 
+from cost_model.deadline import Deadline
 from passes.layout.assignment import Assignment
 from passes.search.judged_choice import Choice, Judge, JudgedChoice
-from passes.search.judging import Judging
+from passes.search.judging import Judging, seconds_left
 from passes.search.lighter import lighter
 from passes.search.past_transfers import past_transfers
 from passes.search.place_turns import turns
@@ -86,18 +86,24 @@ def first_overlaps(efficiency: float) -> tuple[PhaseOverlap, PhaseOverlap]:
 
 
 def agreed(
-    space: SearchSpace, efficiency: float, judge: Judge | None, time_limit: float, start: SearchStart = COLD
+    space: SearchSpace,
+    efficiency: float,
+    judge: Judge | None,
+    deadline: Deadline,
+    start: SearchStart = COLD,
+    hear: Callable[[Agreed], object] = lambda _: None,
 ) -> Agreed:
     """The fastest plan of `space` by `judge`; without one, by the objective.
 
-    efficiency: of two streams busy at once (`Profile.overlap_efficiency`). time_limit: seconds; the first search may
-    take all of them. Raises `passes.solver.problem.Infeasible`.
+    efficiency: of two streams busy at once (`Profile.overlap_efficiency`). deadline: the first search may take all that
+    is left. hear: told of every plan that is judged, and of the best when more is proven of it, each with what is
+    known then. Raises `passes.solver.problem.Infeasible`.
     """
     overlaps = first_overlaps(efficiency)
     if judge is not None:
-        return _Search(space, judge, time.monotonic() + time_limit, start).run(overlaps)
+        return _Search(space, judge, deadline, start, hear).run(overlaps)
     gap = _inner(start.gap or 0.0)
-    found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), gap)
+    found = RivalChoices(space, lambda: seconds_left(deadline)).solve(overlaps, start.choice(space), gap)
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
@@ -119,9 +125,16 @@ class _Search:
 
     solution: the last by the objective, and overlaps: under which it is one."""
 
-    def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
-        self.space, self.start, self.gap = space, start, start.gap or 0.0
-        self.judging = Judging(space, judge, deadline)
+    def __init__(
+        self,
+        space: SearchSpace,
+        judge: Judge,
+        deadline: Deadline,
+        start: SearchStart,
+        hear: Callable[[Agreed], object],
+    ) -> None:
+        self.space, self.start, self.gap, self.hear = space, start, start.gap or 0.0, hear
+        self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
         self.small = len(space.edges) <= AGAIN_EDGES
 
@@ -135,7 +148,8 @@ class _Search:
             if self._is_within(self.gap) or self.judging.late():
                 break
             look()
-        return self._agreed()
+        agreed = self._agreed(self.best)
+        return replace(agreed, rivals=self._others(self.best, agreed))
 
     def _is_within(self, gap: float) -> bool:
         """Whether the best plan is, by an objective that says what it takes; never, where the search has no gap."""
@@ -163,22 +177,21 @@ class _Search:
             return
         self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
 
-    def _agreed(self) -> Agreed:
-        best, overlaps = self.best, self.overlaps
-        if best.difference(overlaps) > AGREES:
-            overlaps = best.shifted(overlaps)
-        seconds = best.counted(overlaps)
+    def _agreed(self, judged: JudgedChoice) -> Agreed:
+        """With what is proven so far."""
+        overlaps = self.overlaps
+        if judged.difference(overlaps) > AGREES:
+            overlaps = judged.shifted(overlaps)
+        seconds = judged.counted(overlaps)
         bound = _bound(self._bound(overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
-        others, own = self._others(best, overlaps, bound), best.corrected(overlaps)
-        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, own, others)
+        own = judged.corrected(overlaps)
+        return Agreed(judged.assignment, judged.choice, seconds, bound, status, overlaps, own)
 
-    def _others(
-        self, best: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float
-    ) -> tuple[Agreed, ...]:
+    def _others(self, best: JudgedChoice, agreed: Agreed) -> tuple[Agreed, ...]:
         others = [one for one in self.judging.known.values() if one is not best]
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
-        return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
+        return tuple(_rival(one, one.corrected(agreed.overlaps), agreed.lower_bound) for one in others)
 
     def _turned(self) -> None:
         patience = 1 if self._is_within(NEARLY * self.gap) else PATIENCE
@@ -209,6 +222,7 @@ class _Search:
             self.solution = self.rivals.solve(
                 self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))
             )
+            self.hear(self._agreed(self.best))
             best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
             if self.best is best or self._is_within(self.gap) or self.judging.late():
                 return

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -58,12 +58,15 @@ def find_fastest(
     narrowing: Narrowing | None = None,
     judge: JudgeUnder | None = None,
     start: SearchStart = COLD,
+    hear: Callable[[Found], object] = lambda _: None,
 ) -> Found:
     """`find_assignment` with every axis on its own; with axes together where those are too many, or time is too short.
 
     Raises InfeasibleError, and OutOfTime where no plan was found.
     """
-    search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge, start)
+    search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge, start, hear)
+    if start.together:
+        return search.found(search.coarsest, deadline)
     if search.whole_first:
         try:
             return search.found((), deadline)
@@ -83,6 +86,7 @@ class _Search:
     narrowing: Narrowing | None
     judge: JudgeUnder | None
     start: SearchStart
+    hear: Callable[[Found], object]
 
     @cached_property
     def size(self) -> SpaceSize:
@@ -101,7 +105,7 @@ class _Search:
 
     def found(self, units: Units, deadline: Deadline) -> Found:
         joined = tuple(unit for unit in units if len(unit) > 1)
-        found = find_assignment(
+        return find_assignment(
             self.joint,
             self.prices.joining(joined),
             self.boundary,
@@ -111,8 +115,8 @@ class _Search:
             narrowing=self.narrowing,
             judge=self.judge,
             start=self.start,
+            hear=self.hear,
         )
-        return replace(found, status="feasible") if joined else found
 
     def refined(self, deadline: Deadline) -> Found:
         """Part axes while that is possible, small enough and in time; the fastest of all plans on the way."""

@@ -31,8 +31,6 @@ JudgeUnder = Callable[[Assignment, Prices], Judgement]
 
 _LISTING_SHARE = 0.5
 """Share of the time left in which layouts and the ways between them must be listed: the rest is for the search."""
-_LONGEST_SEARCH = 3600.0
-"""Seconds, where no deadline is set."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,7 @@ def find_assignment(
     narrowing: Narrowing | None = None,
     judge: JudgeUnder | None = None,
     start: SearchStart = COLD,
+    hear: Callable[[Found], object] = lambda _: None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
 
@@ -79,6 +78,7 @@ def find_assignment(
     reserve: bytes of the limit that no tensor can have (`cost_model.memory`); not part of the peak.
     narrowing: as `build_space` takes it; nothing is proven of what it leaves out.
     judge: what an assignment takes on the timeline (`passes.search.agree`); None: the objective alone decides.
+    hear: told of every plan that is judged, and of the best when more is proven of it.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit, and OutOfTime where there is no time left for a search.
@@ -92,10 +92,10 @@ def find_assignment(
             joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing
         )
     deadline.check()
-    seconds = min(deadline.left, _LONGEST_SEARCH)
+    told = lambda one: hear(_found(one, space, joint, prices))
     try:
         own = None if judge is None else lambda assignment: judge(assignment, prices)
-        found = agreed(space, prices.overlap_efficiency, own, seconds, start)
+        found = agreed(space, prices.overlap_efficiency, own, deadline, start, told)
     except Infeasible as reason:
         raise explained(reason, joint, space, prices, (memory_limit or 0, reserve)) from None
     return _found(found, space, joint, prices)
@@ -109,7 +109,7 @@ def _found(agreed: Agreed, space: SearchSpace, joint: JointGraph, prices: Prices
         seconds=agreed.seconds,
         lower_bound=agreed.lower_bound,
         gap=(agreed.seconds - agreed.lower_bound) / max(agreed.seconds, 1e-300),
-        status=agreed.status,
+        status="feasible" if prices.joined else agreed.status,
         peak_nbytes=int(peak),
         peak_node=order[min(step, len(order) - 1)].name,
         step=space.step,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from cost_model.deadline import Deadline
 from passes.search.judged_choice import Choice, Judge, JudgedChoice
 from passes.search.lighter import lighter
 from passes.search.search_space import SearchSpace
 
 
 class Judging:
-    """deadline: by `time.monotonic`. known: what was judged, by choice, in order."""
+    """known: what was judged, by choice, in order. hear: told of each when it is new."""
 
-    def __init__(self, space: SearchSpace, judge: Judge, deadline: float) -> None:
-        self._space, self._judge, self._deadline = space, judge, deadline
+    def __init__(
+        self, space: SearchSpace, judge: Judge, deadline: Deadline, hear: Callable[[JudgedChoice], object]
+    ) -> None:
+        self._space, self._judge, self._deadline, self._hear = space, judge, deadline, hear
         self.known: dict[Choice, JudgedChoice] = {}
 
     def of(self, choice: Choice) -> JudgedChoice:
@@ -27,6 +29,7 @@ class Judging:
             self.known[choice] = JudgedChoice(
                 assignment, choice, totals, tuple(said.phases), said.peak_nbytes
             )
+            self._hear(self.known[choice])
         return self.known[choice]
 
     def better(self, choice: Choice, best: JudgedChoice) -> JudgedChoice:
@@ -46,7 +49,16 @@ class Judging:
 
     def left(self) -> float:
         """Seconds for what is to be solved next: never none."""
-        return max(self._deadline - time.monotonic(), 1.0)
+        return seconds_left(self._deadline)
 
     def late(self) -> bool:
-        return time.monotonic() >= self._deadline
+        return self._deadline.left <= 0.0
+
+
+_LONGEST, _SHORTEST = 3600.0, 1.0
+"""Seconds for one search, where no deadline is set, and where it has passed."""
+
+
+def seconds_left(deadline: Deadline) -> float:
+    """For what is to be solved next."""
+    return min(max(deadline.left, _SHORTEST), _LONGEST)

@@ -13,10 +13,12 @@ from passes.search.search_space import SearchSpace
 class SearchStart:
     """near: the layouts of a plan of the same graph, which may be good under these prices too; None: none is known.
     gap: share of the step by which the plan may be above the bound when the search ends by itself; None: as the task
-    says, and where there is none, when nothing is left to try."""
+    says, and where there is none, when nothing is left to try. together: all axes are used together, wherever the ends
+    of the graph allow it: a plan at once (`passes.search.coarse_to_fine`)."""
 
     near: Assignment | None = None
     gap: float | None = None
+    together: bool = False
 
     def ending_at(self, gap: float) -> SearchStart:
         """Where it does not say at which gap it ends: at this one."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile, find_plan
+from cost_model.deadline import Deadline
 from passes.search.agree import agreed
 from passes.search.cost_kinds import CostKinds
 from passes.search.judged_choice import Judgement
@@ -53,7 +54,7 @@ def searched(seconds: dict[tuple[int, ...], float], edges: int = 0) -> Any:
     """What is found where the timeline says these seconds of the two choices."""
     space = Space(edges=(0,) * edges)
     judge = lambda choice: Judgement((seconds[cast(tuple[int, ...], choice)], 0.0, 0.0), 0)
-    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0)
+    return agreed(cast(SearchSpace, space), 1.0, judge, Deadline.after(60.0))
 
 
 GATHERED, WHOLE = (0, 1), (0, 0)
@@ -81,7 +82,7 @@ def test_of_equally_fast_plans_the_smaller_is_taken() -> None:
         judge = lambda choice, nbytes=nbytes: Judgement(
             (12.0 + 1e-12 * (choice == WHOLE), 0.0, 0.0), nbytes[choice]
         )
-        found = agreed(cast(SearchSpace, space), 1.0, cast(Any, judge), 60.0)
+        found = agreed(cast(SearchSpace, space), 1.0, cast(Any, judge), Deadline.after(60.0))
         assert found.choice == taken
         assert len(found.rivals) == 1
 
@@ -109,7 +110,7 @@ def pairs(seconds: Callable[[tuple[int, ...]], float], problem: Problem = PAIRS)
 
     space = Apart(problem)
     judge = lambda choice: Judgement((seconds(cast(tuple[int, ...], choice)), 0.0, 0.0), 0)
-    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0)
+    return agreed(cast(SearchSpace, space), 1.0, judge, Deadline.after(60.0))
 
 
 def test_places_are_turned_over_one_by_one_where_the_timeline_differs(
@@ -186,7 +187,7 @@ def test_where_nothing_was_proven_the_bound_is_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", unproven)
     judge = (lambda _: Judgement((8.0, 0.0, 0.0), 0)) if judged else None
-    found = agreed(cast(SearchSpace, Space()), 1.0, judge, 60.0)
+    found = agreed(cast(SearchSpace, Space()), 1.0, judge, Deadline.after(60.0))
     assert found.lower_bound == 0.0 and found.status == "feasible"
 
 

@@ -25,13 +25,26 @@ PASSED = Deadline(-math.inf)
 MESH = MeshSpec({"a": 2, "b": 2})
 
 
-def test_no_time_is_an_error_that_names_the_mesh_and_the_limit() -> None:
-    x = torch.randn(8, 8)
+def test_without_time_for_any_search_there_is_a_plan_in_which_axes_are_used_together() -> None:
+    x, options = torch.randn(64, 64), {"profile": slow_compute(), "backend": "eager"}
+    plan = find_plan(nn.Linear(64, 64), MESH, (x,), time_limit=1e-9, **options)
+    best = find_plan(nn.Linear(64, 64), MESH, (x,), **options)
+    assert plan.joined_axes == (("a", "b"),) and plan.status == "feasible"
+    assert best.step_time <= plan.step_time * (1.0 + 1e-9)
+
+
+def test_without_time_and_a_plan_the_error_names_the_mesh_and_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise OutOfTime
+
+    monkeypatch.setattr("passes.search.find.build_space", late)
     message = (
         r"mesh \(a=2, b=2\) was found within time_limit=1e-09 seconds(.|\n)*a larger `time_limit`.*than 2"
     )
     with pytest.raises(InfeasibleError, match=message):
-        find_plan(nn.Linear(8, 8), MESH, (x,), profile=slow_compute(), backend="eager", time_limit=1e-9)
+        find_plan(nn.Linear(8, 8), MESH, (torch.randn(8, 8),), backend="eager", time_limit=1e-9)
 
 
 def test_a_small_model_is_planned_in_a_short_time() -> None:
