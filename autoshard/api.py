@@ -112,8 +112,9 @@ def autoshard(
 
     tune:           "background": steps begin with a plan that is found in about two seconds, run op by op; the search,
                     timing (2 % of the steps' time) and the compiler go on beside them, and a better program, with
-                    parameters and optimizer states in its layouts, takes over between two steps (`is_tuned`). "first": all before the first step. "off": the
-                    first plan, compiled, stays. With `race` or `stages` it is "first".
+                    parameters and optimizer states in its layouts, takes over between two steps (`is_tuned`).
+                    "first": all before the first step. "off": the first plan, compiled, stays. With `race` or `stages`
+                    it is "first".
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -183,8 +184,9 @@ def autoshard(
 
 
 def is_tuned(model: nn.Module) -> bool:
-    """Whether nothing more will change beside the steps of a model that `autoshard` made parallel: the same on all ranks
-    after the same calls. It goes on during calls alone: `while not is_tuned(model): step()`.
+    """Whether nothing more will change beside the steps of a parallel model: on all ranks after the same calls.
+
+    It goes on during calls alone: `while not is_tuned(model): step()`.
 
     Raises ShardingError for another model."""
     session = Session.of(model)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,14 @@ from typing import Any, Protocol
 
 import torch
 
+from autoshard.refine.refine import ToTime
+from autoshard.refine.time_work import time_work
+from autoshard.runtime.executable import Home
+from autoshard.runtime.process_groups import local_device
+from cost_model.timed import TimedPrices
+from passes.compile.single_kernel import compile_group
 from passes.ir.torch_compat import compiles_in_process
+from passes.predict.step_work import KernelCase
 
 _log = logging.getLogger("autoshard")
 
@@ -64,7 +72,9 @@ class Beside:
             threading.Thread(target=_worked, args=(work, theirs), daemon=True).start()
             return
         # Not multiprocessing's: a rank that it started as a daemon may have no children of its kind.
-        with warnings.catch_warnings():  # 3.12 warns of forks where there are threads: the child uses none of them
+        with (
+            warnings.catch_warnings()
+        ):  # 3.12 warns of forks where there are threads: the child uses none of them
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -101,6 +111,7 @@ class Beside:
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
+
 
 class _Said:
     def __init__(self, talk: Connection) -> None:
@@ -143,3 +154,42 @@ def _let_go(own: int) -> None:
         with suppress(OSError):
             if int(name) not in (own, nothing) and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 os.dup2(nothing, int(name))
+
+
+def compiling(home: Home, work: Callable[[], object]) -> Beside:
+    """Into the compiler's cache on disk. A child of a process that uses a GPU cannot use it."""
+    return Beside(lambda talk: _drop(work()), in_child=home.mesh.device_type == "cpu")
+
+
+def _drop(compiled: object) -> None:
+    """It is in the compiler's cache now."""
+
+
+class Slices:
+    """Times some cases, one after the other, in their share of the steps' time. All ranks together."""
+
+    def __init__(self, home: Home, asked: ToTime) -> None:
+        self._home, self._left = home, list(asked.cases)
+        self._begun, self._used = time.monotonic(), 0.0
+        self._found = TimedPrices()
+        groups = [case for case in asked.cases if isinstance(case, KernelCase) and case.group]
+        device, backend = local_device(home.mesh), home.settings.backend
+        compiled = lambda: [compile_group(case, device, backend) for case in groups]
+        self._compiling = compiling(home, compiled) if groups else None
+
+    def waits(self) -> bool:
+        """Whether nothing is to be timed now, as this rank sees it."""
+        if self._compiling is not None:
+            self._compiling.news()
+            if not self._compiling.ended:
+                return True
+        return self._used > TIMING_SHARE * (time.monotonic() - self._begun)
+
+    def step(self) -> TimedPrices | None:
+        """Of one more case; what was found of all when that was the last."""
+        begin = time.monotonic()
+        case = self._left.pop(0)
+        times = time_work(self._home.mesh, (case,), 1.0, backend=self._home.settings.backend)
+        self._found = self._found.joined(times)
+        self._used += time.monotonic() - begin
+        return None if self._left else self._found

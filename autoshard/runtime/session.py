@@ -6,9 +6,8 @@ import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
-from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.global_call import GlobalCall, global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import PipelinePlan, Plan
@@ -27,7 +25,6 @@ from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.refine.time_work import TimedStore
 from autoshard.runtime.executable import Executable, MadeAhead, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
@@ -38,8 +35,9 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
+from autoshard.runtime.searching import search_beside
 from autoshard.runtime.sharding import check_placed, move_buffers
-from autoshard.runtime.tuning import Tuning
+from autoshard.runtime.tuning import Tuning, was_compiled
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
@@ -75,8 +73,7 @@ class Session:
         self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
-        self.copied = False
-        """Copies are averaged with the model, and have its layouts."""
+        self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
         self.watch = watch_of(mesh)
 
@@ -121,22 +118,18 @@ class Session:
         )
         fingerprint = self._fingerprint(captured.joint, whole)
         agree(self.mesh, fingerprint)
-        planner = Planner(self.mesh, self.spec, self._with_optimizer())
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        if self.settings.starts_at_once:
-            programs = self._at_once(planner, making, fingerprint)
-        else:
-            programs = self._ahead(planner, making, fingerprint)
-        captured = making.cut(programs.running.plan)
-        call = replace(captured.call, key=key)
+        at_once = self.settings.starts_at_once and (self.plan is None or self.settings.tune != "off")
+        programs = (self._at_once if at_once else self._ahead)(self._planner, making, fingerprint)
+        captured = programs.running.captured
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
         staged = isinstance(programs.running.plan, PipelinePlan)
         buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
         return Executable(
             self,
-            call,
+            replace(captured.call, key=key),
             programs,
             Guards(self.model, captured.reads),
             CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers)),
@@ -165,32 +158,22 @@ class Session:
         store = planner.store() if first else None
         with self.stages("finding a plan", fingerprint):
             if first:
-                plan, tuned = self._shared_quick(planner, making, store)
+                plan, tuned, seed = planner.quick(making.whole, making.layouts, store)
+                self.seeds.start(seed)
+                self._told(plan)
             else:
                 plan, tuned = self.replanned(making), False
         made = making.made(plan)
-        compiled = first and (self.settings.tune == "off" or self._was_compiled(plan, making))
+        compiled = first and (self.settings.tune == "off" or was_compiled(self, plan, making.kind))
         program = made(backend if compiled else "eager")
         self._settle(plan)
         if first and not tuned and self.settings.tune == "background":
-            work = planner.search_beside(making.whole, making.layouts, plan, store)
+            work = search_beside(planner, making, plan, store)
         to_compile = None if compiled or backend == "eager" else made
         begin = 2 if first else 3  # a last, smaller batch comes once an epoch
         tuning = Tuning(self, making, making.running(plan, program), to_compile, begin=begin, search=work)
         self.tunings.append(tuning)
         return tuning
-
-    def _shared_quick(self, planner: Planner, making: Call, store: TimedStore | None) -> tuple[Plan, bool]:
-        mine: list[tuple[Plan, bool]] = []
-
-        def find() -> tuple[Any, bool, int]:
-            mine.append(planner.quick(making.whole, making.layouts, store))
-            return mine[0][0].to_json(), mine[0][1], torch.initial_seed()
-
-        data, tuned, seed = from_first(self.mesh, find, what="the plan")
-        self.seeds.start(seed)
-        read = lambda: mine[0][0] if mine else Plan.from_json(data)
-        return self._told(collectively(self.mesh, read, what="the plan read")), tuned
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -245,42 +228,25 @@ class Session:
         self._told(found[0].plan)
         return found
 
-    def _told(self, plan: Plan) -> Plan:
-        replicated = fallback_lines(plan.stages)
-        if replicated:
+    def _told(self, plan: Plan) -> None:
+        if replicated := fallback_lines(plan.stages):
             _log.warning("%s", "\n".join(replicated))
-        return plan
 
     def replanned(self, call: Call) -> Plan:
-        planner = Planner(self.mesh, self.spec, self._with_optimizer())
-        return self._planned(planner, call.whole, call.layouts, None)[0].plan
+        return self._planned(self._planner, call.whole, call.layouts, None)[0].plan
 
     def exchanged(self, plan: Plan) -> None:
         self._adopt(plan)
         for tuning in self.tunings:
             tuning.stale = tuning.running.plan is not plan
 
-    def _compiled_mark(self, plan: Plan, call: Call) -> Path:
-        """A file that says that this rank's program of the plan is in the compiler's cache."""
-        how = self.settings.backend, plan.fingerprint, call.kind, self.mesh.get_rank(), code_fingerprint()
-        name = hashlib.sha256("\n".join(map(str, how)).encode()).hexdigest()[:24]
-        return cache_folder() / "plans" / f"{name}.compiled"
-
-    def _was_compiled(self, plan: Plan, call: Call) -> bool:
-        """On all ranks, in an earlier start."""
-        mine = self.settings.backend == "eager" or self._compiled_mark(plan, call).exists()
-        return all(everyones(self.mesh, mine, what="whether the plan was compiled before"))
-
-    def compiled(self, plan: Plan, call: Call) -> None:
-        with suppress(OSError):
-            write_whole(self._compiled_mark(plan, call), "")
-
-    def _with_optimizer(self) -> Settings:
+    @property
+    def _planner(self) -> Planner:
         """The optimizer counts that is there, if the user named none."""
-        if self.settings.optimizer is not None:
-            return self.settings
-        live = next(optimizers_of(self.model), None)
-        return self.settings if live is None else replace(self.settings, optimizer=optimizer_name(live))
+        settings, live = self.settings, next(optimizers_of(self.model), None)
+        if settings.optimizer is None and live is not None:
+            settings = replace(settings, optimizer=optimizer_name(live))
+        return Planner(self.mesh, self.spec, settings)
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""

@@ -7,27 +7,22 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+from autoshard.cache_files import is_marked, mark
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_words import plan_words
 from autoshard.progress import tell
 from autoshard.refine.refine import ToTime
-from autoshard.refine.time_work import time_work
-from autoshard.runtime.beside import TIMING_SHARE, Beside, Better, Search
+from autoshard.runtime.beside import Beside, Better, Search, Slices, compiling
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.making import Call, Lowered, Lowering, places_of
 from autoshard.runtime.moving import Holdings
-from autoshard.runtime.process_groups import local_device
 from autoshard.watching.agreement import everyones
 from cost_model.errors import AutoshardError, RankError
 from cost_model.memory import format_seconds
-from cost_model.timed import TimedPrices
-from passes.compile.single_kernel import compile_group
-from passes.predict.step_work import KernelCase
 
 _log = logging.getLogger("autoshard")
 
@@ -40,10 +35,6 @@ TRIAL_CALLS, SLOWER = 8, 1.1
 class TunedHome(Home, Protocol):
     def exchanged(self, plan: Plan) -> None:
         """Parameters are laid out as `plan` has them from now on."""
-        ...
-
-    def compiled(self, plan: Plan, call: Call) -> None:
-        """The next start may take the program of the plan from the compiler's cache."""
         ...
 
     def replanned(self, call: Call) -> Plan:
@@ -93,7 +84,7 @@ class Tuning:
         self._searching = search is not None
         self._search: Beside | None = None
         self._compiling: Beside | None = None
-        self._timing: _Slices | None = None
+        self._timing: Slices | None = None
         self._before: tuple[Running, float] | None = None
         self._since = 0
 
@@ -125,7 +116,7 @@ class Tuning:
         self._searching = first.searching
         self._judge_trial(seconds)
         if isinstance(first.news, ToTime):
-            self._timing = _Slices(self._home, first.news)
+            self._timing = Slices(self._home, first.news)
         if isinstance(first.news, Better):
             self._aim(Plan.from_json(first.news.data))
         elif self._target is not None and all(report.ready for report in reports):
@@ -171,7 +162,7 @@ class Tuning:
         assert target is not None
         self._compiling = None
         if backend != "eager":
-            self._compiling = _compiling(self._home, lambda: target.lowering()(backend))
+            self._compiling = compiling(self._home, lambda: target.lowering()(backend))
 
     def _arrived(self, reports: list[_Report], seconds: float) -> None:
         target = self._target
@@ -196,7 +187,7 @@ class Tuning:
         before = self.running
         program = (target.made or call.made(plan))(home.settings.backend)
         self.running = call.running(plan, program)
-        home.compiled(plan, call)
+        mark(*_program(home, plan, call.kind))
         self._move(before.plan)
         self._before = None if target.is_back else (before, seconds)
         self._since = self._calls
@@ -258,40 +249,11 @@ class _Target:
     is_back: bool = False
 
 
-def _compiling(home: Home, work: Callable[[], object]) -> Beside:
-    """Into the compiler's cache on disk. A child of a process that uses a GPU cannot use it."""
-    return Beside(lambda talk: _drop(work()), in_child=home.mesh.device_type == "cpu")
+def was_compiled(home: Home, plan: Plan, kind: str) -> bool:
+    """Whether the programs of a kind of call are in the compiler's cache, of an earlier start. All ranks together."""
+    mine = home.settings.backend == "eager" or is_marked(*_program(home, plan, kind))
+    return all(everyones(home.mesh, mine, what="whether the plan was compiled before"))
 
 
-def _drop(compiled: object) -> None:
-    """It is in the compiler's cache now."""
-
-
-class _Slices:
-    """Times some cases, one after the other, in their share of the steps' time. All ranks together."""
-
-    def __init__(self, home: Home, asked: ToTime) -> None:
-        self._home, self._left = home, list(asked.cases)
-        self._begun, self._used = time.monotonic(), 0.0
-        self._found = TimedPrices()
-        groups = [case for case in asked.cases if isinstance(case, KernelCase) and case.group]
-        device, backend = local_device(home.mesh), home.settings.backend
-        compiled = lambda: [compile_group(case, device, backend) for case in groups]
-        self._compiling = _compiling(home, compiled) if groups else None
-
-    def waits(self) -> bool:
-        """Whether nothing is to be timed now, as this rank sees it."""
-        if self._compiling is not None:
-            self._compiling.news()
-            if not self._compiling.ended:
-                return True
-        return self._used > TIMING_SHARE * (time.monotonic() - self._begun)
-
-    def step(self) -> TimedPrices | None:
-        """Of one more case; what was found of all when that was the last."""
-        begin = time.monotonic()
-        case = self._left.pop(0)
-        times = time_work(self._home.mesh, (case,), 1.0, backend=self._home.settings.backend)
-        self._found = self._found.joined(times)
-        self._used += time.monotonic() - begin
-        return None if self._left else self._found
+def _program(home: Home, plan: Plan, kind: str) -> tuple[object, ...]:
+    return "compiled", home.settings.backend, plan.fingerprint, kind, home.mesh.get_rank()

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autoshard import is_tuned
 from autoshard.plan.plan_ends import resolve_pins
 from autoshard.plan.task import search_plan
-from autoshard.runtime import tuning
+from autoshard.runtime import session, tuning
 from autoshard.runtime.beside import Better, Talk
+from autoshard.runtime.making import Call
 from autoshard.runtime.planner import Planner
 from tests.api.programs import assert_close, data, full, parallel, two_linear
 from tests.ranks import RankPool
@@ -42,12 +43,12 @@ def pins(axes: int, better: bool) -> Pins:
 def finds(patch: pytest.MonkeyPatch, model: nn.Module, better: Pins) -> None:
     """The search beside the steps finds a plan with these pins."""
 
-    def search(planner: Planner, captured: Any, layouts: Any, first: Any, store: Any) -> Callable[[Talk], None]:
+    def search(planner: Planner, call: Call, first: Any, store: Any) -> Callable[[Talk], None]:
         held = resolve_pins(better, dict(model.named_parameters()), planner.spec)
-        task = planner._task(captured, layouts, held)
+        task = planner.task(call.whole, call.layouts, held)
         return lambda talk: talk.send(Better(search_plan(task).to_json()))
 
-    patch.setattr(Planner, "search_beside", search)
+    patch.setattr(session, "search_beside", search)
 
 
 def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: bool) -> Callable[[int], float]:
@@ -71,7 +72,9 @@ def tuned(rank: int, axes: Any, kind: str, backend: str, accumulated: bool) -> t
     with pytest.MonkeyPatch.context() as patch:
         finds(patch, model, pins(len(axes), better=True))
         patch.setattr(tuning, "SLOWER", 1e9)
-        parallel(model, axes, (data()[0].double(),), constraints=pins(len(axes), better=False), backend=backend)
+        parallel(
+            model, axes, (data()[0].double(),), constraints=pins(len(axes), better=False), backend=backend
+        )
         held = list(model.parameters())
         optimizer = OPTIMIZERS[kind](held)
         step = steps_of(model, optimizer, accumulated)
