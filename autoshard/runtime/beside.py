@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from autoshard.refine.refine import ToTime
-from autoshard.refine.time_work import time_work
+from autoshard.refine.time_work import Timing, timing
 from autoshard.runtime.executable import Home
 from autoshard.runtime.process_groups import local_device
 from cost_model.timed import TimedPrices
@@ -171,7 +171,8 @@ class Slices:
     def __init__(self, home: Home, asked: ToTime) -> None:
         self._home, self._left = home, list(asked.cases)
         self._begun, self._used = time.monotonic(), 0.0
-        self._found = TimedPrices()
+        self._open = ExitStack()
+        self._timing: Timing | None = None
         groups = [case for case in asked.cases if isinstance(case, KernelCase) and case.group]
         device, backend = local_device(home.mesh), home.settings.backend
         compiled = lambda: [compile_group(case, device, backend) for case in groups]
@@ -188,8 +189,12 @@ class Slices:
     def step(self) -> TimedPrices | None:
         """Of one more case; what was found of all when that was the last."""
         begin = time.monotonic()
-        case = self._left.pop(0)
-        times = time_work(self._home.mesh, (case,), 1.0, backend=self._home.settings.backend)
-        self._found = self._found.joined(times)
+        if self._timing is None:
+            asked = timing(self._home.mesh, backend=self._home.settings.backend)
+            self._timing = self._open.enter_context(asked)
+        self._timing.one(self._left.pop(0))
         self._used += time.monotonic() - begin
-        return None if self._left else self._found
+        if self._left:
+            return None
+        self._open.close()
+        return self._timing.prices

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.optimizers import ELEMENTWISE, live_optimizers
 from autoshard.runtime.parameters import Place
@@ -35,6 +36,10 @@ class Holdings:
     def __init__(self, model: nn.Module) -> None:
         gc.collect()  # an optimizer that nobody has any more is gone on some ranks and not on others
         theirs = {id(p): name for name, p in model.named_parameters()}
+        self._names: dict[str, list[str]] = {}
+        """All names of a parameter, by its first."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(theirs[id(parameter)], []).append(name)
         optimizers = [
             o
             for o in live_optimizers()
@@ -43,15 +48,19 @@ class Holdings:
         self._held = [*_of_parameters(model), *_of_optimizers(optimizers, theirs)]
         places = [(one.name, one.what, tuple(map(str, one.tensor.placements))) for one in self._held]
         known = all(type(o).__module__ in _KNOWN for o in optimizers)
-        self.described: object = sorted(places) if known else None
+        once = len({(name, what) for name, what, _ in places}) == len(places)
+        self.described: object = sorted(places) if known and once else None
 
     @torch.no_grad()
     def move(self, places: Mapping[str, Place]) -> None:
         """To the places of their names. All ranks together, where `described` is the same on all."""
         for one in sorted(self._held, key=lambda one: (one.name, one.what)):
-            place, tensor = places[one.name], one.tensor
-            if tuple(tensor.placements) != place.placements:
-                take_place_of(tensor, tensor.detach().redistribute(place.mesh, place.placements))
+            mesh, now = one.tensor.device_mesh, one.tensor.placements
+            named = (places[name].placements for name in self._names[one.name] if name in places)
+            wanted = next(named, (Replicate(),) * mesh.ndim)
+            if tuple(now) != wanted:
+                value: Any = one.tensor.detach()
+                take_place_of(one.tensor, value.redistribute(mesh, wanted))
 
 
 _KNOWN = {f"torch.optim.{name}" for name in ELEMENTWISE}

@@ -172,7 +172,8 @@ def compile_with_inductor(
         return made[-1]
 
     # An op of `torch.library.triton_op` runs as it is: it may have another kernel for this device.
-    tagged = torch.compiler.config.patch(cache_key_tag=inspect.getsource(lower_as_collectives))
+    caches: Any = torch.compiler.config
+    tagged = caches.patch(cache_key_tag=inspect.getsource(lower_as_collectives))
     with tagged, config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:
