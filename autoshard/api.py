@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
     OptimizerLike,
+    check_batch,
     check_call_placements,
     check_recompute,
     checked_micro_batches,
@@ -63,6 +64,7 @@ def autoshard(
     schedule: str | None = None,
     gap: float = 0.01,
     tune: str = "background",
+    batch: str = "global",
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -79,7 +81,7 @@ def autoshard(
     memory_limit:   bytes per device, or "70GB" / "64GiB"; on GPUs with CUDA's context and communicators in it.
                     Head and loss run in pieces over tokens where it does not fit otherwise (`Plan.head_pieces`).
     in_placements:  pytree of placements per tensor input, for inputs of which a rank passes its shard
-                    (of any size); None: every rank passes the same global input.
+                    (of any size); None: as `batch` says.
     out_placements: pytree of placements per tensor output: the rank gets its shard as a plain tensor;
                     "keep": DTensors as the plan leaves them; None: global values on every rank, but in
                     training, beside a scalar loss, outputs over 1 MiB stay DTensors.
@@ -109,6 +111,10 @@ def autoshard(
     schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
                     fastest that fits.
     gap:            share of the step by which a plan may be above its bound when its search ends by itself.
+    batch:          "global": every rank passes the same inputs, the whole batch. "per_rank": each passes its own part,
+                    as a DistributedSampler gives it, of as many rows as it has: of every tensor with as many rows as
+                    the call's first. Losses and outputs are those of the parts joined in the order of ranks. Ranks tell
+                    each other their sizes in every call. With stages, ranks along that axis pass the same.
 
     tune:           "background": steps begin with a plan that is found in about two seconds, run op by op; the search,
                     timing (2 % of the steps' time) and the compiler go on beside them, and a better program, with
@@ -131,6 +137,7 @@ def autoshard(
         check_backend(backend)
         check_refine(refine)
         check_recompute(recompute)
+        check_batch(batch)
         check_call_placements(in_placements, out_placements, spec)
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         ready = None if plan is None else given_plan(plan)
@@ -160,6 +167,7 @@ def autoshard(
             stages=_stages(stages, ready, spec),
             schedule=_schedule(schedule, stages, ready),
             race=checked_race(race, ready is not None),
+            batch=batch,
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")

@@ -20,7 +20,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
 _DEVICES = ("cpu", "cuda")
-_RECOMPUTE = ("auto", "user")
+_RECOMPUTE, _BATCH = ("auto", "user"), ("global", "per_rank")
 
 
 def checked_model(model: object) -> nn.Module:
@@ -148,6 +148,12 @@ def check_recompute(recompute: object) -> None:
     """ShardingError unless it says who chooses what the backward computes again."""
     if recompute not in _RECOMPUTE:
         raise reject("recompute", recompute, " or ".join(map(repr, _RECOMPUTE)))
+
+
+def check_batch(batch: object) -> None:
+    """ShardingError unless it says whose the inputs are that a rank passes."""
+    if batch not in _BATCH:
+        raise reject("batch", batch, " or ".join(map(repr, _BATCH)))
 
 
 def checked_micro_batches(micro_batches: object) -> int | str:

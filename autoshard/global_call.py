@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from cost_model.checked_arguments import shown
@@ -171,8 +171,12 @@ def global_call(
     mesh: MeshSpec,
     in_placements: Any,
     everyones_shapes: Shapes | None = None,
+    batch_axes: Sequence[str] = (),
 ) -> GlobalCall:
     """The global call behind one rank's arguments.
+
+    batch_axes: mesh axes along which each rank passes its own part of the batch (`batch="per_rank"`): of every plain
+    tensor that has as many rows as the call's first one, on all ranks, and no placements of its own.
 
     DTensors know their global shape. A plain tensor with placements is this rank's shard; the split
     sizes are those that `everyones_shapes` reports (default: all alike), equal or not. Others are
@@ -185,6 +189,9 @@ def global_call(
     given = matched_placements(in_placements, names, mesh, argument="in_placements")
     local = [tuple(t.to_local().shape) if isinstance(t, DTensor) else tuple(t.shape) for t in tensors]
     shapes = (everyones_shapes or alike(mesh))(local)
+    if batch_axes:
+        rows = tuple(Shard(0) if axis in batch_axes else Replicate() for axis in mesh.names)
+        given = dict.fromkeys(_of_the_batch(shapes), rows) | given
     layouts: dict[int, Layout] = {}
     for position, tensor in enumerate(tensors):
         what = f"input {names[position]}"
@@ -199,6 +206,17 @@ def global_call(
         tensors[position] = _stand_in(tensor, shape)
     new_args, new_kwargs = unflatten(key.tree, tensors)
     return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors))
+
+
+def axes_of_batch(batch: str, mesh: MeshSpec, stages: str | None) -> tuple[str, ...]:
+    """Along which ranks pass parts of the batch of their own; those along stages pass the same."""
+    return tuple(axis for axis in mesh.names if axis != stages) if batch == "per_rank" else ()
+
+
+def _of_the_batch(shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    """Positions of the tensors that, on every rank, have as many rows as that rank's first tensor with dims."""
+    ranked = [position for position, shape in enumerate(shapes[0]) if shape]
+    return [one for one in ranked if all(s[one][:1] == s[ranked[0]][:1] for s in shapes)]
 
 
 def joined(
@@ -227,8 +245,7 @@ def joined(
 
 def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of the global shape for tracing; its values are never read, so it has no storage."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    stand_in = torch.empty(shape, dtype=local.dtype, device="meta")
+    stand_in = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return stand_in.requires_grad_(tensor.requires_grad)
 
 

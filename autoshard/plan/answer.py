@@ -80,13 +80,12 @@ class Listener:
 
     def returned(self, plan: Plan) -> None:
         """What the search ends with: the last answer, unless `on_better` ended it."""
-        last = Answer.of(plan)
-        if self.best is None or replace(self.best, seconds=0.0, make=last.make) != last:
-            self._pass_on(last)
+        self._pass_on(Answer.of(plan))
 
     def _pass_on(self, answer: Answer) -> None:
         self.best = replace(answer, seconds=time.monotonic() - self._begun)
-        self.ended = self.ended or self._on_better(self.best) is False
+        if not self.ended:
+            self.ended = self._on_better(self.best) is False
 
 
 @dataclass

@@ -79,6 +79,9 @@ def _proof(plan: PlanContent) -> Iterator[str]:
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan {those} less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})"
     )
+    if plan.latency_decides:
+        gain = f"{plan.most_gain:.1%}"
+        yield f"latency decides: no plan saves more than {gain} of a step in which every rank does all the work"
     if plan.joined_axes:
         together = joined_text(plan.joined_axes)
         yield f"axes searched together: {together}; the bound is of plans that use them so"

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.arguments import (
     OptimizerLike,
     check_autocast,
+    check_batch,
     check_call_placements,
     check_device,
     check_profile_kind,
@@ -23,7 +24,7 @@ from autoshard.arguments import (
     checked_model,
     optimizer_name,
 )
-from autoshard.global_call import as_call, global_call, output_layouts
+from autoshard.global_call import as_call, axes_of_batch, global_call, output_layouts
 from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
 from autoshard.plan.plan import Plan
@@ -43,6 +44,7 @@ from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
 from passes.ir.collector import collector_paused
 from passes.ir.kept_random_state import random_state_kept
+from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
 
 ProfileLike = Profile | str | os.PathLike[str] | None
 
@@ -90,6 +92,7 @@ def find_plan(
     stages: str | None = None,
     schedule: str | None = None,
     gap: float = 0.01,
+    batch: str = "global",
     on_better: OnBetter | None = None,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
@@ -129,6 +132,7 @@ def find_plan(
                     fastest that fits.
     gap:            share of the step by which the plan may be above the bound when the search ends by itself; 0: it
                     goes on as long as there is something to try.
+    batch:          "per_rank": `example_inputs` are one rank's part of the batch, all ranks' alike, as in `autoshard`.
     on_better:      called with an `Answer`, the best plan so far and its bound, as soon as there is a better one or
                     more is proven of it; the search ends, with that plan, where it returns False.
 
@@ -141,6 +145,7 @@ def find_plan(
     check_backend(backend)
     check_refine(refine)
     check_recompute(recompute)
+    check_batch(batch)
     pieces = checked_micro_batches(micro_batches)
     staged = checked_stages(stages, spec)
     only = checked_schedule(schedule, staged)
@@ -156,7 +161,7 @@ def find_plan(
     check_autocast(autocast)
     # Last, since without a profile it may measure.
     loaded = load_profile(profile, mesh)
-    given = global_call(args, kwargs, spec, in_placements)
+    given = global_call(args, kwargs, spec, in_placements, batch_axes=axes_of_batch(batch, spec, staged))
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, given.args, given.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(given.layouts, output_layouts(captured, spec, out_placements))
@@ -199,10 +204,12 @@ def canonical_capture(
     device: torch.device | None = None,
     forward: Callable[..., Any] | None = None,
     answers: Sequence[torch.Tensor] = (),
+    sizes: SymbolicShapes | None = None,
 ) -> Captured:
     """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
-    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers)
-    return replace(captured, joint=canonicalize(captured.joint))
+    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers, sizes=sizes)
+    with nullcontext() if sizes is None else symbolic_sizes():
+        return replace(captured, joint=canonicalize(captured.joint))
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

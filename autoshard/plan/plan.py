@@ -59,6 +59,8 @@ class Plan(PlanContent):
     micro_batches: pieces in which a batch is run, one after the other. `records` are of the step with the first;
                  other_sizes: those of the first piece of every other size.
     head_pieces: parts over tokens into which head and loss are written, where what is large there did not fit.
+    most_gain:   share of its step that a plan can save at most over one in which every rank does all the work, however
+                 much of its communication hides; None: not known. Up to 2 % latency decides: the search ends at once.
     race:        of a plan that `autoshard(..., race=3)` kept: the plans that ran, the fastest first, which is this one.
     rehearsed:   of a plan whose step was rehearsed where it runs (docs/prices.md): what was modelled, and measured; all
                  seconds above are times the ratio. None: it was not.

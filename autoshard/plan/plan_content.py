@@ -23,6 +23,7 @@ from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 from passes.plan.records import Collective, NodeRecord, collectives_of
 from passes.predict.predict_stage import StageFigures
+from passes.search.search_space import ALIKE
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline
 
@@ -130,6 +131,7 @@ class PlanContent:
     memory: MemoryTimeline | None = field(default=None, compare=False)
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     head_pieces: Annotated[int, Meta(ge=1, le=1_000)] = 1
+    most_gain: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     records: tuple[NodeRecord, ...] = ()
     other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
     axis: Text = ""
@@ -148,6 +150,11 @@ class PlanContent:
         """How far the cost may be above the least there is, as a share of it; with `joined_axes`, above the least of
         plans that use those together."""
         return gap_of(self.cost, self.lower_bound)
+
+    @property
+    def latency_decides(self) -> bool:
+        """Whether no plan is 2 % faster than one in which every rank does all the work."""
+        return self.most_gain is not None and self.most_gain <= ALIKE
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

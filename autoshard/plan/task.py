@@ -291,6 +291,7 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
         micro_batches=joint.pieces,
         head_pieces=joint.head_pieces,
+        most_gain=found.most_gain,
         again=again,
         **program,
     )

@@ -146,6 +146,11 @@ class Executable:
         self._has_run = False
         self._outputs: Sequence[OutputSide] = ()
 
+    @property
+    def moves(self) -> bool:
+        """Whether it takes part where parameters go to other layouts."""
+        return not isinstance(self._programs, MadeAhead)
+
     def _take(self, running: Running) -> None:
         joint, ends = running.captured.joint, running.ends
         self._running, self._outputs = running, ends.outputs

@@ -22,7 +22,7 @@ from autoshard.runtime.parameters import Place, StagePlaced, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
 from autoshard.runtime.pipeline_stage import StageOnRank
 from autoshard.runtime.process_groups import groups_for, holders_mesh, local_device
-from autoshard.runtime.step import Program
+from autoshard.runtime.step import PhaseCode, Program
 from autoshard.runtime.trial_run import RaceEntry
 from autoshard.started_mesh import in_host_order
 from autoshard.watching.agreement import collectively
@@ -80,6 +80,8 @@ class Call:
         self.home, self.whole, self.layouts, self._tensors = home, captured, layouts, tensors
         self.kind = kind_of(home.model, captured.joint)
         self._cuts: dict[object, Captured] = {}
+        self.lowered: Sequence[RankProgram] = ()
+        """This rank's programs by the plan of the whole model that was lowered last."""
 
     def cut(self, plan: Plan) -> Captured:
         """The call as the plan runs it: whole, or in pieces. Plans that cut it alike are given one graph."""
@@ -104,15 +106,7 @@ class Call:
 
     def ends(self, plan: Plan) -> CallEnds:
         """With stages, an output that is not asked for whole stays on the ranks of its stage."""
-        joint, mesh = self.cut(plan).joint, self.home.mesh
-        outputs: list[OutputSide] = []
-        for index, shape in output_shapes(joint).items():
-            layout, kind, on = plan.outputs[index], returned_as(index, self.layouts.outputs), None
-            assert layout is not None
-            if isinstance(plan, PipelinePlan) and kind == "dtensor":
-                on = holders_mesh(mesh, plan.axis, (plan.returned_by[index] % plan.ranks,))
-            outputs.append(OutputSide(shape, layout, kind, on))
-        return CallEnds(_sides(joint, plan), tuple(outputs))
+        return ends_of(self.home.mesh, self.cut(plan).joint, self.layouts, plan)
 
     def running(self, plan: Plan, program: CallProgram) -> Running:
         return Running(self.cut(plan), self.ends(plan), program, plan)
@@ -124,34 +118,52 @@ class Call:
         return RaceEntry(home.model, joint, home.mesh, self._tensors, program, sides, places)
 
 
+def ends_of(mesh: DeviceMesh, joint: JointGraph, layouts: CallLayouts, plan: Plan) -> CallEnds:
+    outputs: list[OutputSide] = []
+    for index, shape in output_shapes(joint).items():
+        layout, kind, on = plan.outputs[index], returned_as(index, layouts.outputs), None
+        assert layout is not None
+        if isinstance(plan, PipelinePlan) and kind == "dtensor":
+            on = holders_mesh(mesh, plan.axis, (plan.returned_by[index] % plan.ranks,))
+        outputs.append(OutputSide(shape, layout, kind, on))
+    return CallEnds(_sides(joint, plan), tuple(outputs))
+
+
 def _whole(call: Call, plan: Plan) -> Lowering:
     """Every rank runs the whole model."""
     home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
-    groups = groups_for(home.mesh, axes_in(plan))
-
+    groups_for(home.mesh, axes_in(plan))  # all ranks make them together
     given = _sides(cut.joint, plan), spec, rank
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
-    world_rank = dist.get_rank()
 
     def lower() -> Callable[[str], CallProgram]:
-        programs = _programs(plan, cut.joint, spec, world_rank, groups)
-        if len(programs) > 1:
-            more = programs, *given, local_device(home.mesh)
-            return lambda backend: program_in_pieces(*more, backend, home.observers, around)
-        with runnable(plan):
-            if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
-                programs = [programs[0].joined()]
-            _ = programs[0].phases
+        call.lowered = ours = lowered_whole(home, cut.joint, plan)
 
         def compiled(backend: str) -> CallProgram:
-            program = Program(programs[0], *given, backend, home.observers, around)
-            if programs[0].phases.backward is not None:
-                program.compile_backward(usually_missing(programs[0].phases.backward))
-            return program
+            if len(ours) > 1:
+                device = local_device(home.mesh)
+                return program_in_pieces(ours, *given, device, backend, home.observers, around)
+            backward = ours[0].phases.backward
+            code = PhaseCode(ours[0], backend)
+            if backward is not None:
+                code.backward(usually_missing(backward))
+            return Program(code, *given, home.observers, around)
 
         return compiled
 
     return lower
+
+
+def lowered_whole(home: Home, joint: JointGraph, plan: Plan) -> list[RankProgram]:
+    """This rank's program of the whole model; of a batch in pieces, of each."""
+    groups = groups_for(home.mesh, axes_in(plan))
+    programs = _programs(plan, joint, home.spec, dist.get_rank(), groups)
+    if len(programs) == 1:
+        with runnable(plan):
+            if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
+                programs = [programs[0].joined()]
+            _ = programs[0].phases
+    return programs
 
 
 def _staged(call: Call, plan: PipelinePlan) -> Lowering:

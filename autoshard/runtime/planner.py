@@ -62,6 +62,7 @@ class Settings:
     race: int = 0
     refine: str = "off"
     gap: float = 0.01
+    batch: str = "global"
     tune: str = "first"
 
     @property

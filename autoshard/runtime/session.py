@@ -6,8 +6,9 @@ import copy
 import hashlib
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
-from autoshard.global_call import GlobalCall, global_call, output_layouts
+from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
@@ -25,7 +26,7 @@ from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.executable import Executable, MadeAhead, SeedStream
+from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -34,22 +35,27 @@ from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
-from autoshard.runtime.race import is_to_rehearse, race, rehearsed
-from autoshard.runtime.searching import search_beside
 from autoshard.runtime.sharding import check_placed, move_buffers
-from autoshard.runtime.tuning import Tuning, was_compiled
-from autoshard.version import __version__
+from autoshard.runtime.sized_calls import SizedCall, SizedCalls
+from autoshard.runtime.sized_programs import counts_no_rows
+from autoshard.runtime.starting import fingerprint_of, started
+from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
-from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
+from autoshard.watching.check_calls import (
+    CheckCalls,
+    Replicas,
+    checked_inputs,
+    local_call,
+    tensor_shapes,
+)
 from autoshard.watching.watch import watch_of
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
-from passes.ir.joint import JointGraph
+from passes.capture.call import CallKey
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
-from passes.plan.describe import graph_hash
-from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -75,6 +81,7 @@ class Session:
         self._copies: Copies[Session] = Copies()
         self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
+        self._sized = SizedCalls()
         self.watch = watch_of(mesh)
 
     @staticmethod
@@ -94,8 +101,20 @@ class Session:
         return stages_of(self.mesh.get_rank(), subject)(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The part of a call's arguments that decides its graph."""
-        return flatten_call(args, kwargs)[1]
+        """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
+        sizes of all of them: every rank must get here."""
+        key = flatten_call(args, kwargs)[1]
+        return (key, str(self._shapes(args, kwargs))) if self.settings.batch == "per_rank" else key
+
+    def _global_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> GlobalCall:
+        s = self.settings
+        axes = axes_of_batch(s.batch, self.spec, s.stages)
+        return global_call(args, kwargs, self.spec, s.in_placements, lambda _: shapes, axes)
+
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[tuple[int, ...]]]:
+        return everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a call's inputs")
 
     def build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[torch.Tensor] = ()
@@ -104,10 +123,12 @@ class Session:
 
         answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
+        shapes = self._shapes(args, kwargs)
+        if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
+            return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
-        shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
         with self.stages("tracing the model", detail):
-            whole, captured = collectively(
+            whole, captured, sized = collectively(
                 self.mesh,
                 lambda: self._captured(args, kwargs, shapes, answers),
                 what="capture",
@@ -116,64 +137,44 @@ class Session:
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
-        fingerprint = self._fingerprint(captured.joint, whole)
+        fingerprint = fingerprint_of(self.settings, captured.joint, whole)
         agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        at_once = self.settings.starts_at_once and (self.plan is None or self.settings.tune != "off")
-        programs = (self._at_once if at_once else self._ahead)(self._planner, making, fingerprint)
-        captured = programs.running.captured
+        programs = started(self, self._planner, making, fingerprint)
+        plan, captured = programs.running.plan, programs.running.captured
+        may_be_sized = sized is not None and counts_no_rows(plan)
+        if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
+            assert sized is not None
+            self._sized.add_program(making, sized, plan)
+        return self._executable(whole, programs, key, Guards(self.model, captured.reads))
+
+    def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
+        plan, captured = programs.running.plan, programs.running.captured
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
-        staged = isinstance(programs.running.plan, PipelinePlan)
+        staged = isinstance(plan, PipelinePlan)
         buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
-        return Executable(
-            self,
-            replace(captured.call, key=key),
-            programs,
-            Guards(self.model, captured.reads),
-            CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers)),
-        )
+        check = CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers))
+        return Executable(self, replace(captured.call, key=key), programs, guards, check)
 
-    def _ahead(self, planner: Planner, making: Call, fingerprint: object) -> MadeAhead:
-        """All of it before the first step."""
-        backend, first = self.settings.backend, self.plan is None
-        with self.stages("finding a plan", fingerprint):
-            refined = planner.refined(making.whole, making.layouts) if first else None
-            found = self._planned(planner, making.whole, making.layouts, refined)
-        plan, made = race(making, found)
-        if first and planner.may_rehearse and is_to_rehearse(plan, self.settings.time_limit):
-            with self.stages("rehearsing the plan", fingerprint):
-                plan, made = rehearsed(making, plan, made)
-            if refined is not None and plan.rehearsed is not None:
-                refined.keep(plan)  # for the next start
-        program = made(backend if first else "eager")
-        self._settle(plan)
-        later = None if first or backend == "eager" else lambda: made(backend)
-        return MadeAhead(making.running(plan, program), later)
-
-    def _at_once(self, planner: Planner, making: Call, fingerprint: object) -> Tuning:
-        """A plan that is found soon, op by op; what is better is made beside the steps, unless that is off."""
-        backend, first, work = self.settings.backend, self.plan is None, None
-        store = planner.store() if first else None
-        with self.stages("finding a plan", fingerprint):
-            if first:
-                plan, tuned, seed = planner.quick(making.whole, making.layouts, store)
-                self.seeds.start(seed)
-                self._told(plan)
-            else:
-                plan, tuned = self.replanned(making), False
-        made = making.made(plan)
-        compiled = first and (self.settings.tune == "off" or was_compiled(self, plan, making.kind))
-        program = made(backend if compiled else "eager")
-        self._settle(plan)
-        if first and not tuned and self.settings.tune == "background":
-            work = search_beside(planner, making, plan, store)
-        to_compile = None if compiled or backend == "eager" else made
-        begin = 2 if first else 3  # a last, smaller batch comes once an epoch
-        tuning = Tuning(self, making, making.running(plan, program), to_compile, begin=begin, search=work)
-        self.tunings.append(tuning)
-        return tuning
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> Executable | None:
+        """What runs a call of other sizes by a program there is; None where some rank has none."""
+        if not self._sized.has_programs:
+            return None
+        whole = None
+        with suppress(ShardingError):  # which a program of its own says on all ranks
+            whole = self._global_call(args, kwargs, shapes)
+        ready = self._sized.ready(self, whole)
+        if ready is None or whole is None:
+            return None
+        self.settle(ready.plan)
+        key = flatten_call(args, kwargs)[1]
+        running, backend = ready.running(), self.settings.backend
+        programs = MadeAhead(running, None if backend == "eager" else lambda: ready.made(backend))
+        return self._executable(whole, programs, key, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -185,27 +186,19 @@ class Session:
         kwargs: dict[str, Any],
         shapes: list[list[tuple[int, ...]]],
         answers: Sequence[torch.Tensor],
-    ) -> tuple[GlobalCall, Captured]:
-        whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
+    ) -> tuple[GlobalCall, Captured, SizedCall | None]:
+        whole = self._global_call(args, kwargs, shapes)
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
-        captured = canonical_capture(
-            self.model, whole.args, whole.kwargs, device=device, forward=forward, answers=answers
+        capture = partial(
+            canonical_capture, self.model, whole.args, whole.kwargs, device=device, forward=forward
         )
-        return whole, captured
+        if answers:
+            return whole, capture(answers=answers), None
+        return whole, *self._sized.captured(self.model, whole, capture)
 
-    def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
-        return {
-            "torch": torch.__version__,
-            "autoshard": __version__,
-            "inputs": str(whole.shapes),
-            "model and its code (canonical graph)": graph_hash(joint),
-            "rules (register_rule)": hashlib.sha256(str(users_rules(joint.graph)).encode()).hexdigest()[:8],
-            **self.settings.described(),
-        }
-
-    def _planned(
+    def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None
     ) -> Found:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
@@ -225,20 +218,24 @@ class Session:
             self.seeds.start(seed)
         read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
-        self._told(found[0].plan)
+        self.tell_fallbacks(found[0].plan)
         return found
 
-    def _told(self, plan: Plan) -> None:
+    def tell_fallbacks(self, plan: Plan) -> None:
         if replicated := fallback_lines(plan.stages):
             _log.warning("%s", "\n".join(replicated))
 
     def replanned(self, call: Call) -> Plan:
-        return self._planned(self._planner, call.whole, call.layouts, None)[0].plan
+        return self.planned(self._planner, call.whole, call.layouts, None)[0].plan
 
     def exchanged(self, plan: Plan) -> None:
         self._adopt(plan)
         for tuning in self.tunings:
             tuning.stale = tuning.running.plan is not plan
+        self._sized.forget_programs()  # which are for the layouts before
+        dispatcher = dispatcher_of(self.model)
+        for known in () if dispatcher is None else dispatcher.executables.values():
+            known[:] = [one for one in known if isinstance(one, Executable) and one.moves]
 
     @property
     def _planner(self) -> Planner:
@@ -266,7 +263,7 @@ class Session:
         assert self.settings.profile is not None
         return self.settings.profile
 
-    def _settle(self, plan: Plan) -> None:
+    def settle(self, plan: Plan) -> None:
         """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""
         if self.plan is None:
             copies = [c for c in self._copies.everywhere(self.mesh) if c.plan is None]

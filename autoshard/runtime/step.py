@@ -16,41 +16,69 @@ from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphOutput
-from passes.lower.phases import Backward
+from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
 
 
-class Program(CallProgram):
-    """The two graphs of a rank, compiled, run on the values of one call.
+@dataclass(frozen=True)
+class CompiledBackward:
+    """graph, its code, which of the saved tensors it takes, and what its tangents look like."""
 
-    The backward is compiled on first use for every set of outputs that get no gradient.
+    graph: Backward
+    run: Compiled
+    slots: list[int]
+    tangents: Sequence[Tensor]
+
+
+class PhaseCode:
+    """A rank's phases, compiled: the backward on first use, for every set of outputs that get no gradient.
+
+    values, tangents: of the placeholders of the forward, and of the backward's tangents."""
+
+    def __init__(self, program: RankProgram, backend: str = "inductor") -> None:
+        self._program, self._backend = program, backend
+        self.phases = phases = program.phases
+        self.forward: Compiled = compile_graph(phases.forward, backend)
+        self.values = placeholder_values(phases.forward)
+        self.tangents = tangent_values(phases)
+        self._backwards: dict[frozenset[int], CompiledBackward] = {}
+
+    def backward(self, missing: frozenset[int]) -> CompiledBackward:
+        if missing not in self._backwards:
+            graph = self._program.backward(missing)
+            slots = slots_of(self.phases, graph)
+            tangents = expected(placeholder_values(graph.module)[len(slots) :])
+            run = compile_graph(graph.module, self._backend)
+            self._backwards[missing] = CompiledBackward(graph, run, slots, tangents)
+        return self._backwards[missing]
+
+    def seen(self, backward: Backward | None) -> Phases:
+        """What runs, for observers. backward: the one that does, in a backward."""
+        return self.phases if backward is None else replace(self.phases, backward=backward)
+
+
+class Program(CallProgram):
+    """The two graphs of a rank, run on the values of one call.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
     """
 
     def __init__(
         self,
-        program: RankProgram,
+        code: PhaseCode,
         sides: Sequence[InputSide],
         spec: MeshSpec,
         rank: int,
-        backend: str = "inductor",
         observers: Sequence[Observer] = (),
         around: Around = Around(),  # noqa: B008  (it cannot change)
     ) -> None:
-        phases = program.phases
-        self._program = program
-        self.phases = phases
-        self.backend = backend
+        self.code, self.phases = code, code.phases
         self._observers = observers
-        self._forward = compile_graph(phases.forward, backend)
-        kinds = [i.kind for i in phases.inputs]
-        leaves = Leaves(kinds, _placeholder_values(phases.forward), sides, spec, rank)
-        tangents = () if phases.backward is None else phases.backward.tangents
-        values = [] if phases.backward is None else _placeholder_values(phases.backward.module)
-        known = zip([t.index for t in tangents], values[len(values) - len(tangents) :], strict=True)
-        super().__init__(leaves, CallGradients(phases.outputs, tangents, list(known)), around)
-        self._backwards: dict[frozenset[int], _CompiledBackward] = {}
+        leaves = Leaves([i.kind for i in code.phases.inputs], code.values, sides, spec, rank)
+        backward = code.phases.backward
+        tangents = () if backward is None else backward.tangents
+        known = zip([t.index for t in tangents], code.tangents, strict=True)
+        super().__init__(leaves, CallGradients(code.phases.outputs, tangents, list(known)), around)
 
     @property
     def gradients(self) -> Sequence[GraphOutput]:
@@ -61,10 +89,10 @@ class Program(CallProgram):
     ) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], None]]:
         """kept: what is to be checked after the backward."""
         locals_ = self.leaves.local(leaves)
-        run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
+        run = lambda: PhaseRun("forward", self.code.seen(None), tuple(locals_))
         with autocast_off(), self.around.turn("forward"):
             with observed(self._observers, run):
-                results = self._forward(list(locals_))
+                results = self.code.forward(list(locals_))
             outputs, late = self._settled(leaves, results, self.phases.backward is not None)
         saved: list[Tensor] = []
         if self.phases.backward is not None:
@@ -78,48 +106,37 @@ class Program(CallProgram):
         assert self.phases.backward is not None
         given = self.ends.by_index(tangents)
         missing = frozenset(t.index for t in self.phases.backward.tangents if given[t.index] is None)
-        backward = self._backwards.get(missing)
-        if backward is None:
-            backward = self._backwards[missing] = self._compile_backward(missing)
+        backward = self.code.backward(missing)
         inputs = [saved[i] for i in backward.slots]
         for tangent, like in zip(backward.graph.tangents, backward.tangents, strict=True):
             inputs.append(conform(given[tangent.index], like))  # type: ignore[arg-type]
         saved.clear()
         given.clear()
-        run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
+        run = lambda: PhaseRun("backward", self.code.seen(backward.graph))
         with autocast_off(), self.around.turn("backward"), observed(self._observers, run):
             found = list(backward.run(inputs))
         kept()
         return found
 
-    def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:
-        """Compile the backward for that set of outputs without gradient now, not on first use."""
-        if missing not in self._backwards:
-            self._backwards[missing] = self._compile_backward(missing)
 
-    def _compile_backward(self, missing: frozenset[int]) -> _CompiledBackward:
-        full = self.phases.backward
-        assert full is not None
-        graph = self._program.backward(missing)
-        slots = [full.passed.index(p) for p in graph.passed]
-        slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        run = compile_graph(graph.module, self.backend)
-        values = _placeholder_values(graph.module)
-        return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
-
-
-@dataclass(frozen=True)
-class _CompiledBackward:
-    """graph, its code, which of the saved tensors it takes, and what its tangents look like."""
-
-    graph: Backward
-    run: Compiled
-    slots: list[int]
-    tangents: Sequence[Tensor]
-
-
-def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:
+def placeholder_values(module: fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def tangent_values(phases: Phases) -> list[Tensor]:
+    """What the backward's tangents look like, which are the last of its placeholders."""
+    if phases.backward is None:
+        return []
+    values = placeholder_values(phases.backward.module)
+    return values[len(values) - len(phases.backward.tangents) :]
+
+
+def slots_of(phases: Phases, backward: Backward) -> list[int]:
+    """Which of the saved tensors a backward takes."""
+    full = phases.backward
+    assert full is not None
+    slots = [full.passed.index(p) for p in backward.passed]
+    return slots + [len(full.passed) + full.saved.index(s) for s in backward.saved]
 
 
 class Body(Protocol):

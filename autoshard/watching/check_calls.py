@@ -28,9 +28,13 @@ def kind_of(model: nn.Module, joint: JointGraph) -> str:
     """The same on all ranks for the same program: global shapes for people, and the hash of all that it computes."""
     pairs = zip(joint.inputs, joint.placeholders, strict=True)
     shapes = [str(TensorKey.of(node.meta["val"])) for spec, node in pairs if spec.kind == "input"]
+    return kind_text(model, shapes, joint, f"program {graph_hash(joint)[:8]}")
+
+
+def kind_text(model: nn.Module, shapes: Sequence[str], joint: JointGraph, program: str) -> str:
     mode = "training" if model.training else "eval"
     mode += ", gradients" if any(spec.kind == "tangent" for spec in joint.inputs) else ", no gradients"
-    return f"{type(model).__name__}({', '.join(shapes)}), {mode}, program {graph_hash(joint)[:8]}"
+    return f"{type(model).__name__}({', '.join(shapes)}), {mode}, {program}"
 
 
 def local_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

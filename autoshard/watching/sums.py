@@ -182,12 +182,13 @@ def _text(sum_: Sum, rank: int, other: int) -> str:
     what = (
         "ranks along axes that do not split it must pass the same"
         if sum_.part
-        else "without `in_placements` every rank passes the same global input"
+        else "without `in_placements` or batch='per_rank' every rank passes the same global input"
     )
     return (
         f"{which} is not the same on rank {rank} as on rank {other}: {what}\n"
-        "  try: autoshard.data_loader(dataset, mesh, placements, ...) and autoshard(..., in_placements=placements), so "
-        "that each rank passes its part of the batch (instead of a DistributedSampler); or the same seed on every rank"
+        "  try: autoshard(..., batch='per_rank') where each rank passes its own part, as from a DistributedSampler; "
+        "autoshard.data_loader(dataset, mesh, placements, ...) and in_placements=placements for parts of other dims; "
+        "or the same seed on every rank"
     )
 
 

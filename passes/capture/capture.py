@@ -30,7 +30,9 @@ from passes.capture.trace import Traced, TracedCall, trace
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.kept_random_state import random_state_kept
+from passes.ir.sized_graph import with_fixed_sizes
 from passes.ir.torch_compat import fake_like, lazy_module
+from passes.ir.torch_sizes import SYMBOLIC, SymbolicShapes, symbols_unwarned
 from passes.ir.torch_tracing import AotEnd
 
 aten = torch.ops.aten
@@ -45,7 +47,7 @@ class _Builder:
         self.program, self.traced, self.input_names = program, traced, input_names
         self.old = traced.aot.module
         self.graph = fx.Graph()
-        self.new: dict[fx.Node, fx.Node] = {}
+        self.new: dict[fx.Node, Any] = {}
         self.inputs: list[GraphInput] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.results = _results(self.old.graph)
@@ -87,6 +89,9 @@ class _Builder:
                 continue
             if node.target in _LIFTS and node.args[0].op == "get_attr":
                 self.new[node] = self.new[node.args[0]]
+                continue
+            if isinstance(node.meta.get("val"), SYMBOLIC):
+                self.new[node] = node.meta["val"]
                 continue
             if is_collective(node):
                 raise held_object_error(self.program.model, node, None)
@@ -237,6 +242,7 @@ def capture(
     device: torch.device | str | None = None,
     forward: Callable[..., Any] | None = None,
     answers: Sequence[Tensor] = (),
+    sizes: SymbolicShapes | None = None,
 ) -> Captured:
     """The joint graph of `forward(*args, **kwargs)`, as gradient mode, autocast and train flags are now.
 
@@ -249,6 +255,8 @@ def capture(
              wherever the model and the arguments are, `meta` included, so it is the same everywhere.
     forward: what to call instead of `model` (of the same module).
     answers: to the first questions that the forward asks of values (`CallSpec.checks`).
+    sizes:   shapes of the call's tensors in symbols, in which the graph's shapes and arguments are then written, for
+             all sizes for which the symbols' guards hold (`passes.ir.sized_graph`).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
     that depends on values, shapes that do, a changed parameter, a forward that fails, tensors that share memory
@@ -258,7 +266,7 @@ def capture(
     inputs, key = flatten_call(args, kwargs)
     slots = find_slots(model)
     runs_on = CPU if device is None else torch.device(device)
-    program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type)
+    program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type, sizes)
     try:
         traced = trace(program, answers)
     except Exception as cause:
@@ -269,7 +277,9 @@ def capture(
         raise capture_error(model, called, cause) from users_part(cause)
     check_dtypes(traced.aot.module.graph)
     builder = _Builder(program, traced, tensor_names(key))
-    joint = replace(builder.joint(), device=runs_on)
+    with symbols_unwarned():
+        joint = replace(builder.joint(), device=runs_on)
+        joint = joint if sizes is None else with_fixed_sizes(joint)
     written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
     check_shared_memory(model, slots, written, joint.constants.values())
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}

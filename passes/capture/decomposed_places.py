@@ -153,7 +153,8 @@ def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> T
 
 def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
     """Python's slice bounds, clipped to [0, size], end at least start."""
-    low, high, _ = slice(start, end).indices(size)
+    place = lambda at: min(max(at + size if at < 0 else at, 0), size)
+    low, high = 0 if start is None else place(start), size if end is None else place(end)
     return low, max(low, high)
 
 

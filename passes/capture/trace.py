@@ -30,6 +30,7 @@ from passes.capture.torch_shortcuts import shortcuts_off, trace_cumulative_avera
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.ir.joint import CPU
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
+from passes.ir.torch_sizes import SizesLost, SymbolicShapes
 from passes.ir.torch_tracing import (
     AotGraph,
     failures_unlogged,
@@ -44,7 +45,8 @@ from passes.ir.torch_tracing import (
 class TracedCall:
     """What is traced: `forward` of `model` on one call. inputs: tensors, `call` their structure.
 
-    device_type: what the model sees that its tensors are on ("cpu", "cuda")."""
+    device_type: what the model sees that its tensors are on ("cpu", "cuda"). sizes: of the inputs, where they are
+    symbols."""
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -52,6 +54,7 @@ class TracedCall:
     inputs: Sequence[Tensor]
     call: Tree
     device_type: str
+    sizes: SymbolicShapes | None = None
 
 
 @dataclass
@@ -224,9 +227,14 @@ _REFUSED_WRITES = {getattr(packet, name): _refuse_write for packet in _PACKETS f
 def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
     """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
-    specs = [(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real]
+    shapes = [tuple(t.shape) for t in real]
+    if (sizes := program.sizes) is not None:
+        shapes = [*shapes[: len(program.slots)], *sizes.shapes]
+        if history is not None:
+            raise SizesLost("the forward asks for values")
+    specs = [(shape, t.dtype, CPU, t.requires_grad) for shape, t in zip(shapes, real, strict=True)]
     if history is None:
-        return fake_tensors(specs)
+        return fake_tensors(specs, symbols=None if sizes is None else sizes.symbols)
     fakes = fake_tensors(specs, history.note)
     history.begin(fakes, real)
     return fakes

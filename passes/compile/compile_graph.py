@@ -19,6 +19,7 @@ from passes.compile.join_linears import JoinLinears
 from passes.ir.autocast_off import autocast_off
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective, is_view
+from passes.ir.sized_graph import take_numbers
 from passes.ir.torch_compat import (
     boxed_forward,
     compile_with_inductor,
@@ -178,10 +179,7 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     """
     check_backend(backend)
     if backend == "eager":
-        expanded = name_collectives(expand_ops(module, called=CALLED))
-        joined = run_rank_passes(expanded, [FuseEager(), JoinLinears(), WriteIntoBuckets()])
-        # Last: passes take functional graphs.
-        return boxed_forward(call_directly(add_early(joined, adding) if adding else joined))
+        return boxed_forward(_for_eager(module, adding))
     assert not adding, "what compilers are given is functional"
     expanded = name_collectives(expand_ops(module))
     examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
@@ -197,6 +195,23 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
         assert compiler is not None
         function = compiler(expanded, examples)
         return lambda inputs: function(*inputs)
+
+
+def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphModule:
+    expanded = name_collectives(expand_ops(module, called=CALLED))
+    joined = run_rank_passes(expanded, [FuseEager(), JoinLinears(), WriteIntoBuckets()])
+    # Last: passes take functional graphs.
+    return call_directly(add_early(joined, adding) if adding else joined)
+
+
+@autocast_off()
+def compile_sized(module: fx.GraphModule) -> tuple[Compiled, list[Any]]:
+    """`compile_graph` by "eager" of a graph whose sizes are symbols: what it makes takes, after the inputs, the values
+    of these numbers."""
+    made = _for_eager(module)
+    numbers = take_numbers(made.graph)
+    made.recompile()
+    return boxed_forward(made), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import repeats, result_index, tensor_operands
+from passes.ir.torch_sizes import counts_as
 
 OpKind = Literal["view", "pointwise", "creation", "indexing", "reduction", "product", "collective", "opaque"]
 
@@ -276,6 +277,7 @@ def rounds(node: fx.Node) -> bool:
 
 
 def numel(node: fx.Node) -> int:
+    """How many values a node holds, as sizes in symbols count: for choices."""
     value = node.meta.get("val")
     values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(math.prod(v.shape) for v in values if isinstance(v, torch.Tensor))
+    return counts_as(sum(math.prod(v.shape) for v in values if isinstance(v, torch.Tensor)))

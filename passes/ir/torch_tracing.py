@@ -17,6 +17,7 @@ import torch
 
 from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_sizes import SizeSymbols
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _give_custom_meta(graph: torch.fx.Graph) -> None:
 
 def _placeholders_for_tangents(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
-        if _TANGENT in node.meta.get("custom", {}):
+        if _TANGENT in node.meta.get("custom", {}) and isinstance(node.meta["val"], torch.Tensor):
             with graph.inserting_before(node):
                 tangent = graph.placeholder("tangent")
             tangent.meta = {"val": node.meta["val"]}
@@ -188,12 +189,12 @@ Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 def fake_tensors(
-    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]], seen: Seen | None = None
+    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]],
+    seen: Seen | None = None,
+    symbols: SizeSymbols | None = None,
 ) -> list[torch.Tensor]:
-    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode. seen: is told of every op of them.
-
-    Real tensors met while tracing are allowed and become constants of the graph. Since torch 2.0.
-    """
+    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode, where real tensors become constants.
+    seen: is told of every op of them. symbols: that the shapes have. Since torch 2.0."""
     from torch._subclasses import FakeTensorMode
 
     class Watched(FakeTensorMode):
@@ -203,8 +204,9 @@ def fake_tensors(
             seen(func, args, kwargs or {}, result)
             return result
 
-    mode = FakeTensorMode if seen is None else Watched
-    with mode(allow_non_fake_inputs=True), torch.inference_mode(False):
+    env = None if symbols is None else symbols.env
+    mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
+    with mode, torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
             for shape, dtype, device, grad in specs

@@ -40,7 +40,8 @@ def laps(span: Span, part: Span, length: int) -> list[tuple[Span, int]]:
     (lo, hi), (first, last) = span, part
     if lo >= hi or first >= last:
         return []
-    shifts = range((lo - last) // length * length, hi - first + 1, length)
+    inside = min(lo, first) >= 0 and max(hi, last) <= length
+    shifts = (0,) if inside else range((lo - last) // length * length, hi - first + 1, length)
     met = ((common(span, (first + shift, last + shift)), shift) for shift in shifts)
     return [(places, shift) for places, shift in met if places[0] < places[1]]
 

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from passes.ir.collector import collector_paused
-from passes.ir.joint import GraphInput, GraphOutput, ancestors, node_value, result_index
-from passes.ir.op_traits import is_cheap, is_collective, is_view
+from passes.ir.joint import GraphInput, GraphOutput, ancestors, result_index
+from passes.ir.op_traits import is_cheap, is_collective, is_view, numel
 from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_node, input_nodes
@@ -210,7 +210,7 @@ def _apart(node: fx.Node | None) -> fx.Node | None:
     a gradient lives until the update, and all of its storage with it."""
     if node is None:
         return None
-    whole, part = node_value(_owner(node)).numel(), node_value(node).numel()
+    whole, part = numel(_owner(node)), numel(node)
     return _copied(node) if whole >= 2 * part and whole > 0 else node
 
 

@@ -15,6 +15,7 @@ from passes.ir.op_traits import is_cheap, is_collective, is_product
 from passes.ir.properties import HasGraph, Property, described
 from passes.ir.rank_properties import OPS
 from passes.ir.torch_dispatch import input_nodes
+from passes.ir.torch_sizes import counts_as
 from passes.plan.transfers import Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
@@ -253,7 +254,7 @@ class _Roles:
 
 def _operand_nbytes(collective: fx.Node) -> int:
     value = collective.all_input_nodes[0].meta["val"]
-    return value.numel() * value.element_size()
+    return counts_as(value.numel()) * value.element_size()
 
 
 def _wait_of(collective: fx.Node) -> fx.Node:

@@ -31,9 +31,10 @@ from passes.search.lighter import lighter
 from passes.search.past_transfers import past_transfers
 from passes.search.place_turns import turns
 from passes.search.rival_choices import RivalChoices
-from passes.search.search_space import SearchSpace
+from passes.search.search_space import ALIKE, SearchSpace
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
+from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
 AWAITED = 0.1
@@ -123,7 +124,7 @@ class _Search:
     """One budget, one best so far, one bound. Looks for faster plans follow one another, those that cost little and
     find most first, until the best plan is proven to be within `gap` of any, or time is over.
 
-    solution: the last by the objective, and overlaps: under which it is one."""
+    solution: the last by the objective, and overlaps: under which it is one. looked: extremes were."""
 
     def __init__(
         self,
@@ -137,19 +138,39 @@ class _Search:
         self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
         self.small = len(space.edges) <= AGAIN_EDGES
+        self.looked = False
+        self.watched = deadline.watch is not None and not deadline.of_part
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
-        self.solution = self.rivals.solve(overlaps, self.start.choice(self.space), _inner(self.gap))
+        known, gap = self.start.choice(self.space), _inner(self.gap)
+        self.solution = self.rivals.solve(
+            overlaps, known, gap, self._so_far if self.watched else lambda _: None
+        )
         self.best = self.judging.of(self.solution.choice)
-        if self.small or self.best.difference(overlaps) > AGREES:
+        apart = self._apart()
+        if apart and (self.small or self.best.difference(overlaps) > AGREES):
             self._extremes()
-        for look in (self._corrected, self._stored, self._turned, self._corrected) if self.small else ():
+        self.looked = not self.judging.late()
+        looks = (self._corrected, self._stored, self._turned, self._corrected)
+        for look in looks if self.small and apart else ():
             if self._is_within(self.gap) or self.judging.late():
                 break
             look()
-        agreed = self._agreed(self.best)
+        agreed = self._agreed(self.best, ended=True)
         return replace(agreed, rivals=self._others(self.best, agreed))
+
+    def _so_far(self, solution: Solution) -> None:
+        self.solution = solution
+        self.judging.program(solution.choice)
+
+    def _apart(self) -> bool:
+        """Whether plans are: where latency decides, the one in which every rank does all the work is as good as any."""
+        alone = self.space.alone
+        if alone is None or self.gap == 0.0 or alone.most_gain > ALIKE:
+            return True
+        self._look([alone.choice])
+        return False
 
     def _is_within(self, gap: float) -> bool:
         """Whether the best plan is, by an objective that says what it takes; never, where the search has no gap."""
@@ -177,13 +198,15 @@ class _Search:
             return
         self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
 
-    def _agreed(self, judged: JudgedChoice) -> Agreed:
-        """With what is proven so far."""
-        overlaps = self.overlaps
+    def _agreed(self, judged: JudgedChoice, ended: bool = False) -> Agreed:
+        """With what is proven so far. Before extremes were looked at, seconds that only its timeline has are not those
+        of any plan; before the search has ended, its overlap may still be corrected."""
+        overlaps, bound = self.overlaps, self._bound(self.overlaps)
         if judged.difference(overlaps) > AGREES:
             overlaps = judged.shifted(overlaps)
+            bound = self._bound(overlaps) if self.looked else bound
         seconds = judged.counted(overlaps)
-        bound = _bound(self._bound(overlaps), seconds)
+        bound = _bound(bound if ended else bound * (1.0 - AGREES), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
         own = judged.corrected(overlaps)
         return Agreed(judged.assignment, judged.choice, seconds, bound, status, overlaps, own)

@@ -56,6 +56,7 @@ class Found:
     rivals: tuple[Found, ...] = ()
     counted_nbytes: int = 0
     own: tuple[PhaseOverlap, ...] = ()
+    most_gain: float | None = None
 
 
 def find_assignment(
@@ -116,6 +117,7 @@ def _found(agreed: Agreed, space: SearchSpace, joint: JointGraph, prices: Prices
         overlaps=agreed.overlaps,
         counted_nbytes=int(peak),
         own=agreed.own,
+        most_gain=None if space.alone is None else space.alone.most_gain,
         joined=prices.joined,
         rivals=tuple(_found(rival, space, joint, prices) for rival in agreed.rivals),
     )

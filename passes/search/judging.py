@@ -11,26 +11,32 @@ from passes.search.search_space import SearchSpace
 
 
 class Judging:
-    """known: what was judged, by choice, in order. hear: told of each when it is new."""
+    """known: what was judged and compared, by choice, in order. hear: told of all that is judged."""
 
     def __init__(
         self, space: SearchSpace, judge: Judge, deadline: Deadline, hear: Callable[[JudgedChoice], object]
     ) -> None:
         self._space, self._judge, self._deadline, self._hear = space, judge, deadline, hear
         self.known: dict[Choice, JudgedChoice] = {}
+        self._programs: dict[Choice, JudgedChoice] = {}
 
     def of(self, choice: Choice) -> JudgedChoice:
         """The choice, or one of the same cost that holds less."""
+        judged = self.program(choice)
+        return self.known.setdefault(judged.choice, judged)
+
+    def program(self, choice: Choice) -> JudgedChoice:
+        """`of`, without being compared: for who hears of it alone."""
         choice = lighter(self._space.problem, choice)
-        if choice not in self.known:
+        if choice not in self._programs:
             assignment = self._space.assignment(choice)
             totals = self._space.totals(choice)
             said = self._judge(assignment)
-            self.known[choice] = JudgedChoice(
+            self._programs[choice] = JudgedChoice(
                 assignment, choice, totals, tuple(said.phases), said.peak_nbytes
             )
-            self._hear(self.known[choice])
-        return self.known[choice]
+            self._hear(self._programs[choice])
+        return self._programs[choice]
 
     def better(self, choice: Choice, best: JudgedChoice) -> JudgedChoice:
         """`best`, or the choice, if it was not judged before and is better."""

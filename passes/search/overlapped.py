@@ -15,7 +15,7 @@ memory does not bind, comes first: if its solution is like that indeed, it is op
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -61,13 +61,14 @@ def solve_overlapped(
     rows_inside: int = ROWS_INSIDE,
     warm: tuple[int, ...] | None = None,
     relative_gap: float = 0.0,
+    hear: Callable[[Solution], object] = lambda _: None,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
-    when it stops. Raises Infeasible.
+    when it stops. hear: told of the best choice and its bound where they are not the last. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
@@ -76,7 +77,7 @@ def solve_overlapped(
     search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
     if warm is not None:
         search.offer(warm)
-    search.run()
+    search.run(hear)
     return search.solution()
 
 
@@ -106,13 +107,16 @@ class CuttingPlanes:
         self.highest = np.inf
         self.worth: dict[int, float] = {}
 
-    def run(self) -> None:
-        """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more."""
+    def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
+        """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more. hear: told of what is
+        known after each but the last."""
         point: Point | None = self.bound_at
         for _ in range(ROUNDS):
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
                 break
+            if self.choice:
+                hear(Solution(self.choice, self.cost, self.bound, self._gap(), "feasible"))
             point = self._next()
             if point is None:
                 break
@@ -273,9 +277,9 @@ class TiedPlanes(CuttingPlanes):
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
         self.ties = ties
 
-    def run(self) -> None:
+    def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
         """Raises Infeasible if no choice fits, tied or not, or none was found."""
-        super().run()
+        super().run(hear)
         choices = list(dict.fromkeys(self.found))
         self._offer_mix(choices, 2.0 * self._mix_seconds())
         if not self.choice:

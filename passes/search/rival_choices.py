@@ -39,14 +39,21 @@ class RivalChoices:
         self._space, self._left = space, left
         self.found: dict[Choice, None] = {}
 
-    def solve(self, overlaps: Sequence[PhaseOverlap], warm: Choice | None, gap: float) -> Solution:
-        """The fastest by the objective."""
+    def solve(
+        self,
+        overlaps: Sequence[PhaseOverlap],
+        warm: Choice | None,
+        gap: float,
+        hear: Callable[[Solution], object] = lambda _: None,
+    ) -> Solution:
+        """The fastest by the objective. hear: of `solve_overlapped`."""
         found = solve_overlapped(
             self._space.problem,
             self._space.kinds(overlaps),
             time_limit=self._left(),
             warm=warm,
             relative_gap=gap,
+            hear=hear,
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found

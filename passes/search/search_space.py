@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
 
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
@@ -24,6 +26,19 @@ class Edge:
     result: int
     consumer: int
     operand: int | None
+
+
+ALIKE = 0.02
+"""Share of a step that splitting may save at most where plans are not told apart."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """choice: every rank does all the work. most_gain: the share of its seconds that splitting saves at most, however
+    much communication hides: what all ops take less where each is as fast as it can be."""
+
+    choice: tuple[int, ...]
+    most_gain: float
 
 
 @dataclass(frozen=True)
@@ -51,12 +66,31 @@ class SearchSpace:
         """float64[kinds]: the seconds of `choice` by kind."""
         return self.kinds(()).totals(self.problem, choice)
 
+    @cached_property
+    def alone(self) -> Alone | None:
+        """None where it is not among the strategies, or not possible."""
+        places: list[int] = []
+        for strategies in self.strategies:
+            whole = (i for i, strategy in enumerate(strategies) if _is_whole(strategy))
+            if (place := next(whole, None)) is None:
+                return None
+            places.append(place)
+        seconds = self.problem.cost(places)
+        if not isfinite(seconds) or not self.problem.fits(places):
+            return None
+        least = sum(float(costs.min()) for costs in self.problem.node_costs)
+        return Alone(tuple(places), 0.0 if seconds <= 0.0 else max(0.0, 1.0 - least / seconds))
+
     def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
         """The chosen layouts by node name, with the graph's output node under "output"."""
         chosen = [options[c] for options, c in zip(self.strategies, choice, strict=True)]
         layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if " " not in n}
         ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
         return {**layouts, "output": NodeLayouts(operands=ends, results=())}
+
+
+def _is_whole(strategy: NodeLayouts) -> bool:
+    return not any(layout.axes or layout.partial for layout in (*strategy.operands, *strategy.results))
 
 
 def distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:

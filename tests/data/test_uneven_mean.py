@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
+from autoshard.global_call import global_call
+from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
 from tests.ranks import RankPool
 
 SIZES = [5, 7, 4]
@@ -60,3 +63,62 @@ def test_the_loss_and_gradients_are_those_of_one_process(ranks: RankPool, dim: i
         assert shape[dim] == SIZES[rank]
         torch.testing.assert_close(got, loss.detach())
         torch.testing.assert_close(grads, {name: p.grad for name, p in model.named_parameters()})
+
+
+class Weighted(Loss):
+    """weights: [16], of no row."""
+
+    def forward(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        assert weights is not None
+        return ((self.inner(x).relu() - y) * weights).square().mean()
+
+
+ROWS = [(5, 7, 4), (5, 7, 4), (5, 6, 4), (5, 7, 0), (2, 7, 4)]
+
+
+def parts_on_rank(rank: int) -> list[Tensor]:
+    """Losses of batches of which this rank passes `ROWS[...][rank]` rows."""
+    _, x, y = example()
+    weights = torch.arange(16.0)
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = autoshard.autoshard(
+        Weighted(), mesh, profile="cpu", backend="eager", refine="off", batch="per_rank"
+    )
+    losses: list[Tensor] = []
+    for rows in ROWS:
+        mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+        losses.append(model(x[mine], y[mine], weights).detach())
+    return losses
+
+
+def test_ranks_pass_their_own_rows_of_any_number(ranks: RankPool) -> None:
+    """The number changes on one rank alone, which the others cannot know by themselves."""
+    _, x, y = example()
+    torch.manual_seed(0)
+    model = Weighted()
+    wanted = [model(x[: sum(rows)], y[: sum(rows)], torch.arange(16.0)) for rows in ROWS]
+    for losses in ranks.run(parts_on_rank, world=3):
+        torch.testing.assert_close(losses, [loss.detach() for loss in wanted])
+
+
+def test_rows_of_the_batch_are_those_of_all_ranks() -> None:
+    """A mask that has as many rows as the batch on one rank alone is no part of it; a scalar is none, nor one with
+    placements of its own."""
+    mesh = MeshSpec({"dp": 2, "tp": 2}, "cpu")
+    mine = [(), (3, 8), (3,), (3, 3), (3, 2)]
+    others = [(), (2, 8), (2,), (3, 3), (3, 2)]
+    tensors = tuple(torch.zeros(shape) for shape in mine)
+    placed = {"args[4]": [Shard(1), Replicate()]}
+    found = global_call(tensors, {}, mesh, placed, lambda _: [mine, others, mine, others], ("dp", "tp"))
+    assert found.shapes == ((), (10, 8), (10,), (3, 3), (3, 4))
+    assert found.layouts[1].dims[0] == ("dp", "tp") and 3 not in found.layouts
+
+
+def test_a_plan_for_parts_of_the_batch() -> None:
+    model, x, y = example()
+    mesh = MeshSpec({"dp": 2}, "cpu")
+    plan = autoshard.find_plan(model, mesh, (x[:4], y[:4]), backend="eager", batch="per_rank")
+    assert [layout.dims[0] for _, layout in sorted(plan.inputs.items())] == [("dp",), ("dp",)]
+    with pytest.raises(ShardingError, match="batch is 'rank'"):
+        autoshard.find_plan(model, mesh, (x, y), batch="rank")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from autoshard.runtime.leaves import InputSide, OutputSide, conform, plain_input, wrapped_output
 from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.step import Program
+from autoshard.runtime.step import PhaseCode, Program
 from cost_model.mesh import MeshSpec
 from passes.capture.decompositions import decomposition_table
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
@@ -53,7 +53,7 @@ def whole_program(joint: JointGraph, backend: str = "eager") -> Program:
     ours = RankProgram.of(RankGraph(joint.module, {}), joint.inputs, joint.outputs)
     shapes = [tuple(n.meta["val"].shape) for n in joint.placeholders]
     sides = [InputSide(s, Layout.replicated(len(s))) for s in shapes[: len(ours.phases.inputs)]]
-    return Program(ours, sides, ONE, 0, backend)
+    return Program(PhaseCode(ours, backend), sides, ONE, 0)
 
 
 def net_program(backend: str = "eager") -> tuple[Net, Net, Program]:
@@ -207,8 +207,8 @@ def test_integer_outputs_have_no_gradient() -> None:
 
 def test_the_backward_alone_holds_what_was_saved() -> None:
     model, _, program = net_program()
-    program.compile_backward()
-    compiled = program._backwards[frozenset()]
+    program.code.backward(frozenset())
+    compiled = program.code.backward(frozenset())
     leaves = [*(p.detach() for p in model.parameters()), torch.randn(6, 8)]
     outputs, saved, late = program.run_forward(leaves)
     outside = {id(t) for t in (*leaves, *outputs)}
@@ -220,7 +220,7 @@ def test_the_backward_alone_holds_what_was_saved() -> None:
         alive.extend(reference() is not None for reference in references)
         return [None] * 6
 
-    program._backwards[frozenset()] = replace(compiled, run=run)
+    program.code._backwards[frozenset()] = replace(compiled, run=run)
     program.run_backward(saved, [torch.ones_like(o) for o in outputs], late)
     assert alive == [False] * len(references) and references
 
@@ -235,7 +235,8 @@ def test_a_whole_gradient_of_an_input_that_came_as_a_shard() -> None:
     inputs = [GraphInput("input", "x"), GraphInput("tangent", "tangent 0")]
     outputs = [GraphOutput("output", "y"), GraphOutput("grad", "x")]
     ours = RankProgram.of(RankGraph(local.module(y, whole), {}), inputs, outputs)
-    program = Program(ours, [InputSide((5,), Layout((("dp",),)))], MeshSpec({"dp": 2}), 1, "eager")
+    sides = [InputSide((5,), Layout((("dp",),)))]
+    program = Program(PhaseCode(ours, "eager"), sides, MeshSpec({"dp": 2}), 1)
     values = torch.arange(5.0, requires_grad=True)
     shard = torch.tensor([3.0, 4.0], requires_grad=True)
     for given in (values, shard):
@@ -281,7 +282,8 @@ def zero3(rank: int, spec: MeshSpec, group: str, kept: bool) -> Program:
         [GraphInput("param", "w"), GraphInput("input", "x"), GraphInput("tangent", "tangent 0")],
         [GraphOutput("output", "y"), GraphOutput("grad", "w")],
     )
-    return Program(ours, [InputSide((WIDTH, OUT), cols), InputSide((ROWS, WIDTH), rows)], spec, rank, "eager")
+    sides = [InputSide((WIDTH, OUT), cols), InputSide((ROWS, WIDTH), rows)]
+    return Program(PhaseCode(ours, "eager"), sides, spec, rank)
 
 
 def run_zero3(rank: int, given: str) -> dict[str, Tensor]:

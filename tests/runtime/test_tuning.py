@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autoshard import is_tuned
 from autoshard.plan.plan_ends import resolve_pins
 from autoshard.plan.task import search_plan
-from autoshard.runtime import session, tuning
+from autoshard.runtime import starting, tuning
 from autoshard.runtime.beside import Better, Talk
 from autoshard.runtime.making import Call
 from autoshard.runtime.planner import Planner
@@ -48,7 +48,7 @@ def finds(patch: pytest.MonkeyPatch, model: nn.Module, better: Pins) -> None:
         task = planner.task(call.whole, call.layouts, held)
         return lambda talk: talk.send(Better(search_plan(task).to_json()))
 
-    patch.setattr(session, "search_beside", search)
+    patch.setattr(starting, "search_beside", search)
 
 
 def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: bool) -> Callable[[int], float]:

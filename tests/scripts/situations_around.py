@@ -59,6 +59,23 @@ def batches_per_rank_with_in_placements(make: Make) -> Any:
     return _trained_on(model, parts)
 
 
+def batches_per_rank_of_other_sizes(make: Make) -> Any:
+    """As many rows as a rank happens to have, in each batch; of two ranks the first has as many as before."""
+    model = make(Loss(), batch="per_rank")
+    parts: list[list[torch.Tensor]] = []
+    for number, rows in enumerate([(4, 4), (4, 3), (4, 4), (2, 1)]):
+        each = [[value[: rows[0]], value[4 : 4 + rows[1]]] for value in batch(number)]
+        parts.append([torch.cat(two) if make.ranks == 1 else two[make.rank] for two in each])
+    return _trained_on(model, parts)
+
+
+def distributed_sampler_per_rank(make: Make) -> Any:
+    data = TensorDataset(*batch(0, 16))
+    sampler = DistributedSampler(data, make.ranks, make.rank, shuffle=False)
+    loader = DataLoader(data, batch_size=8 // make.ranks, sampler=sampler)
+    return _trained_on(make(Loss(), batch="per_rank"), loader)
+
+
 @refused("in_placements")
 def distributed_sampler(make: Make) -> Any:
     data = TensorDataset(*batch(0, 16))

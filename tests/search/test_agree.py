@@ -39,6 +39,7 @@ class Space:
     problem: Problem = field(default_factory=lambda: PROBLEM)
     edges: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
+    alone: None = None
 
     def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
         return CostKinds((CHAIN, CHAIN), (AT_HAND,), KINDS, phase_paths(overlaps))

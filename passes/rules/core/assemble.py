@@ -76,7 +76,7 @@ def whole_rule(
 def _solve(tensors: Sequence[Dims], shapes: Sequence[Sequence[int]], sizes: dict[str, int]) -> dict[str, int]:
     """Sizes of all factors: plain dims first, then products with one unknown until none is left."""
     entries = [
-        (dim, int(length))
+        (dim, length)
         for tensor, shape in zip(tensors, shapes, strict=True)
         for dim, length in zip(tensor, shape, strict=True)
         if dim

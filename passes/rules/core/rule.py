@@ -207,4 +207,4 @@ def describe(node: fx.Node) -> OpCall:
 def _info(position: int, value: Any) -> TensorInfo:
     if not isinstance(value, torch.Tensor):  # a number computed in the graph: nothing to split
         return TensorInfo(position, (), torch.float64 if isinstance(value, float) else torch.int64)
-    return TensorInfo(position, tuple(int(n) for n in value.shape), value.dtype)
+    return TensorInfo(position, tuple(value.shape), value.dtype)

@@ -65,7 +65,7 @@ def common_factors(
     for left, right in _groups(source, target):
         rest = [[(i, source[i]) for i in left], [(j, target[j]) for j in right]]
         while rest[0] and rest[1]:
-            common = math.gcd(rest[0][0][1], rest[1][0][1])
+            common = _gcd(rest[0][0][1], rest[1][0][1])
             if common == 1:
                 break
             factor = new(common)
@@ -80,6 +80,11 @@ def common_factors(
                 dims_of[side][at] += (factor := new(length),)
                 whole.append(factor)
     return *dims_of, sizes, whole
+
+
+def _gcd(a: int, b: int) -> int:
+    """A multiple first: of symbolic sizes nothing else is known without their values."""
+    return b if a % b == 0 else a if b % a == 0 else math.gcd(a, b)
 
 
 def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:

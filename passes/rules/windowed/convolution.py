@@ -33,7 +33,7 @@ def windows_of(
     """One per dim of space. lengths: of what is seen through them. lists: stride, dilation and padding."""
     make = TransposedWindow if transposed else SlidingWindow
     each = zip(lengths, kernel, *(per_dim(values, len(kernel)) for values in lists), strict=True)
-    return tuple(make(*(int(n) for n in numbers)) for numbers in each)
+    return tuple(make(*numbers) for numbers in each)
 
 
 def sides(site: Site[ConvolutionWindow]) -> list[tuple[int, int]]:

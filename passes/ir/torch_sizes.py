@@ -1,0 +1,150 @@
+"""Sizes as symbols: numbers of torch's (`torch.SymInt`) that know how they are computed, and all that was asked of them
+while a graph was made. Private torch APIs are used as in `passes.ir.torch_compat`, and supported as there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from passes.ir.torch_dispatch import replaced_attribute
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_NUMBERS = itertools.count()
+"""A symbol has a name of its own, so that what is remembered of one graph's sizes is never another's."""
+
+
+Evaluation = Callable[[Sequence[int]], list[Any] | None]
+"""Of values of the sizes: what some numbers are, or None where something does not hold."""
+Look = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device, bool]
+"""Of a tensor: its shape, strides, offset, dtype, device, and whether it requires grad."""
+
+
+class SizesLost(Exception):
+    """What is asked of a call is no expression of its sizes."""
+
+
+class SizeSymbols:
+    """sizes: one symbol for each of `hints`, which are what they count as while a graph is made: at least 2.
+
+    Whatever asks of an expression of them (`if size > 8`) is told what holds of the hints, and that is noted: the graph
+    is that of all sizes for which the same holds. `ShapeEnv` since torch 2.0.
+    """
+
+    def __init__(self, hints: Sequence[int]) -> None:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+        self.hints, self.env = tuple(hints), ShapeEnv()
+        names = [ConstantSource(f"size_{next(_NUMBERS)}") for _ in hints]
+        make = self.env.create_symbol
+        self._symbols = [
+            make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
+        ]
+        pairs = zip(self._symbols, hints, strict=True)
+        self.sizes = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
+
+    def known(self) -> Iterator[Any]:
+        """What holds of the sizes of a graph, in torch's expressions."""
+        if self.env.deferred_runtime_asserts:
+            raise SizesLost("it depends on values of tensors")
+        yield from (symbol >= 2 for symbol in self._symbols)
+        yield from dict.fromkeys(guard.expr for guard in self.env.guards)
+
+    def code(self, expression: Any) -> str:
+        """One of torch's expressions as code, in which the sizes are s0, s1, ... (`evaluation`)."""
+        from torch.utils._sympy.printers import PythonPrinter
+
+        if unknown := expression.free_symbols - self._named.keys():
+            raise SizesLost(f"it depends on {unknown}")
+        return PythonPrinter().doprint(expression.xreplace(self._named))
+
+    @cached_property
+    def _named(self) -> dict[Any, Any]:
+        return {s: type(s)(f"s{i}", **s.assumptions0) for i, s in enumerate(self._symbols)}
+
+
+@dataclass(frozen=True)
+class SymbolicShapes:
+    """shapes: of a call's tensors, in numbers and in `symbols`."""
+
+    symbols: SizeSymbols
+    shapes: Sequence[tuple[Any, ...]]
+
+
+def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Evaluation:
+    """holds, numbers: code that `SizeSymbols` of so many sizes wrote, here or on another rank."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    names = ", ".join(f"s{place}" for place in range(count))
+    code = f"lambda {names}: [{', '.join(numbers)}] if {' and '.join([*holds, 'True'])} else None"
+    evaluated = eval(code, dict(SYMPY_INTERP))
+    return lambda sizes: evaluated(*sizes)
+
+
+def expression_of(number: Any) -> Any:
+    """How a symbolic number is computed; what is computed alike has equal ones. Since 2.0."""
+    return number.node.expr
+
+
+def fixed(number: Any) -> Any:
+    """A plain number where a symbolic one turned out to be always the same. Since 2.0."""
+    value = number.node.expr if isinstance(number, SYMBOLIC) else number
+    return type(number.node.hint)(value) if value is not number and value.is_number else number
+
+
+def counts_as(number: Any) -> Any:
+    """A number, or what a symbolic one counts as: for choices of which each is right for all sizes. Since 2.0."""
+    return number.node.hint if isinstance(number, SYMBOLIC) else number
+
+
+def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
+    """Fakes of one new mode. Since 2.0."""
+    from torch._subclasses import FakeTensorMode
+
+    def made(look: Look) -> torch.Tensor:
+        shape, stride, offset, dtype, device, grad = look
+        if offset:
+            length = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n > 1)
+            fake = torch.empty(length, dtype=dtype, device=device).as_strided(shape, stride, offset)
+        else:
+            fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return fake.requires_grad_(grad)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.inference_mode(False):
+        return [made(look) for look in looks]
+
+
+@contextmanager
+def symbols_unwarned() -> Generator[None]:
+    """torch warns of graphs that hold symbolic numbers. Since torch 2.13."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Raw Sym")
+        yield
+
+
+@contextmanager
+def symbolic_sizes() -> Generator[None]:
+    """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike
+    are the same, and all others differ, whatever they count as. torch gives them no hash, since two that are equal for
+    some sizes are told apart by it: not for a user's code, which may mean something by that.
+
+    Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    hashed = lambda number: hash(("a size", number.node.expr))  # a plain number's is never its
+    with (
+        replaced_attribute(torch.SymInt, "__hash__", hashed),
+        replaced_attribute(torch.SymFloat, "__hash__", hashed),
+        symbols_unwarned(),
+        enable_python_dispatcher(),
+    ):
+        yield

@@ -1,0 +1,144 @@
+"""A graph captured with symbols for sizes is, at any sizes that it is for, the graph that a capture of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoshard.plan.find_plan import canonical_capture
+from passes.ir.sized_graph import SizedJoint, alike
+from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes
+
+WIDTH, WORDS = 8, 16
+Sizes = tuple[int, int]
+
+
+class Block(nn.Module):
+    """Attention, dropout and a loss over batch [b, t]; a number made of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + torch.arange(words.shape[1]).unsqueeze(-1)
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        logits = self.drop(x + mixed) @ self.words.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), words.flatten()) / words.shape[1]
+
+
+class Experts(nn.Module):
+    """The two best of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, which = self.gate(x).softmax(-1).topk(2, -1)
+        every = torch.einsum("btd,nde->btne", x, self.weights)
+        picked = every.gather(2, which.unsqueeze(-1).expand(*which.shape, WIDTH))
+        return (picked * value.unsqueeze(-1)).sum(2).pow(2).mean()
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.up(x))
+        return (x * 2 if x.shape[0] > 4 else x).mean()
+
+
+class Conv(nn.Module):
+    """Over images [b, 3, t, t + 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.conv(x)).mean()
+
+
+def words(size: Sizes) -> Tensor:
+    return torch.randint(0, WORDS, size)
+
+
+def rows(size: Sizes) -> Tensor:
+    return torch.randn(*size, WIDTH)
+
+
+def images(size: Sizes) -> Tensor:
+    return torch.randn(size[0], 3, size[1], size[1] + 2)
+
+
+def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
+    """The first dims, in symbols."""
+    symbols = SizeSymbols(shape[:count])
+    return SymbolicShapes(symbols, [(*symbols.sizes, *shape[count:])])
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "serves", "others"),
+    [
+        (Block, words, [(5, 5), (3, 11)], [(1, 4), (4, 1)]),
+        (Experts, rows, [(4, 4), (2, 7)], [(1, 4)]),
+        (Branch, rows, [(6, 5), (5, 3)], [(4, 5), (2, 5)]),
+    ],
+)
+def test_at_other_sizes_it_is_what_a_capture_gives(
+    make: Callable[[], nn.Module],
+    batch: Callable[[Sizes], Tensor],
+    serves: list[Sizes],
+    others: list[Sizes],
+) -> None:
+    model, first = make(), batch((6, 10))
+    sizes = symbolic(first.shape, 2)
+    sized = SizedJoint(sizes.symbols, 2, canonical_capture(model, (first,), {}, sizes=sizes).joint)
+    for size in serves:
+        found = sized.at(size)
+        assert found is not None and alike(found, canonical_capture(model, (batch(size),), {}).joint), size
+    assert [sized.at(size) for size in others] == [None] * len(others)
+
+
+def test_a_size_that_the_model_fixes_is_a_guard() -> None:
+    """Weights say how wide rows and how many channels are."""
+    for model, x, wrong in (
+        (Branch(), rows((5, 3)), (5, 3, WIDTH + 1)),
+        (Conv(), images((5, 6)), (5, 4, 6, 8)),
+    ):
+        sizes = symbolic(x.shape, x.ndim)
+        sized = SizedJoint(sizes.symbols, x.ndim, canonical_capture(model, (x,), {}, sizes=sizes).joint)
+        assert sized.at(x.shape) is not None and sized.at(wrong) is None
+
+
+def test_a_forward_that_asks_for_values_has_no_symbols() -> None:
+    class Asks(Branch):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.isfinite().all():
+                raise ValueError("not finite")
+            return super().forward(x)
+
+    x = rows((5, 3))
+    with pytest.raises(Exception, match="the forward asks for values") as raised:
+        canonical_capture(Asks(), (x,), {}, sizes=symbolic(x.shape, 2))
+    assert isinstance(raised.value.__cause__ or raised.value, SizesLost) or "asks for values" in str(
+        raised.value
+    )
+
+
+def test_other_graphs_are_not_alike() -> None:
+    model = Branch()
+    one, two = (canonical_capture(model, (rows(size),), {}).joint for size in ((3, 5), (3, 6)))
+    assert alike(one, one) and not alike(one, two)
