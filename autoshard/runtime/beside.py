@@ -25,7 +25,7 @@ from autoshard.runtime.executable import Home
 from autoshard.runtime.process_groups import local_device
 from cost_model.timed import TimedPrices
 from passes.compile.single_kernel import compile_group
-from passes.ir.torch_compat import compiles_in_process
+from passes.ir.torch_inductor import compiles_in_process
 from passes.predict.step_work import KernelCase
 
 _log = logging.getLogger("autoshard")
