@@ -79,11 +79,12 @@ def compiler_names() -> list[str]:
 def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fake tensors like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0.
 
-    It has a ShapeEnv: without one Inductor does not look into its cache, nor write to it."""
+    It has a ShapeEnv, unless sizes are another's symbols: without one Inductor passes its cache by."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with FakeTensorMode(shape_env=ShapeEnv()):
+    plain = all(isinstance(size, int) for v in values for size in v.shape)
+    with FakeTensorMode(shape_env=ShapeEnv() if plain else None):
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 

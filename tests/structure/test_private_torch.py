@@ -9,8 +9,6 @@ from tests.structure.source_tree import PACKAGES, modules, relative
 
 NAMES = ("compat", "dispatch", "dtensor", "inductor", "sizes", "tracing")
 HOMES = tuple(f"passes/ir/torch_{name}.py" for name in NAMES)
-    f"passes/ir/torch_{name}.py" for name in ("compat", "dispatch", "dtensor", "inductor", "sizes", "tracing")
-)
 
 
 def test_private_torch_apis_are_used_at_home_only() -> None:
