@@ -82,7 +82,7 @@ def parallel_steps(
 
     sessions.canonical_capture = counted
     try:
-        model = parallel(made(name), axes, (batch(sizes[0]),), tune="first", **options)
+        model = parallel(made(name), axes, (batch(sizes[0]),), **options)
         found = steps(model, sizes)
     finally:
         sessions.canonical_capture = capture
