@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -35,10 +35,13 @@ _ALIKE = 2.0
 """The most by which the last two times of a stage differ where a third is expected to be the same."""
 
 
-class Stages(Protocol):
-    """`with stages("searching a plan"):` around what may take long."""
+Say = Callable[[str], None]
 
-    def __call__(self, stage: str) -> AbstractContextManager[None]: ...
+
+class Stages(Protocol):
+    """`with stages("searching a plan") as say:` around what may take long. say: what is known so far, in words."""
+
+    def __call__(self, stage: str) -> AbstractContextManager[Say]: ...
 
 
 def stages_of(rank: int, subject: str) -> Stages:
@@ -47,7 +50,7 @@ def stages_of(rank: int, subject: str) -> Stages:
     subject: what tells this work from other in what is kept of the last runs: model, call, and how it is run.
     """
     if rank != 0 or os.environ.get("AUTOSHARD_PROGRESS") == "0":
-        return lambda stage: nullcontext()
+        return lambda stage: nullcontext(lambda text: None)
     return _Shown(subject, cache_folder() / "stages.json")
 
 
@@ -71,15 +74,15 @@ class _Shown:
         self._subject, self._path = subject, path
 
     @contextmanager
-    def __call__(self, stage: str) -> Generator[None]:
+    def __call__(self, stage: str) -> Generator[Say]:
         name = f"{self._subject}: {stage}"
         expected = _expected(_known(self._path).get(name, []))
-        done = threading.Event()
+        done, said = threading.Event(), [""]
         start = time.monotonic()
-        shown = threading.Thread(target=_show, args=(stage, expected, start, done), daemon=True)
+        shown = threading.Thread(target=_show, args=(stage, expected, start, done, said), daemon=True)
         shown.start()
         try:
-            yield
+            yield lambda text: said.append(f"; {text}")
             seconds = time.monotonic() - start
         finally:
             done.set()
@@ -88,20 +91,22 @@ class _Shown:
             _keep(self._path, name, seconds)
 
 
-def _show(stage: str, expected: float | None, start: float, done: threading.Event) -> None:
+def _show(
+    stage: str, expected: float | None, start: float, done: threading.Event, said: Sequence[str]
+) -> None:
     if done.wait(_SILENT_SECONDS):
         return
     on_terminal = sys.stderr.isatty()
     tell, tick = _bar(stage, expected) if on_terminal else (_line(stage, expected), _LINES_SECONDS)
     while True:
-        tell(time.monotonic() - start, False)
+        tell(time.monotonic() - start, said[-1], False)
         if done.wait(tick):
-            tell(time.monotonic() - start, True)
+            tell(time.monotonic() - start, said[-1], True)
             return
 
 
-Tell = Callable[[float, bool], None]
-"""(seconds since the stage began, whether it has ended)"""
+Tell = Callable[[float, str, bool], None]
+"""(seconds since the stage began, what was said last, whether it has ended)"""
 
 
 def _bar(stage: str, expected: float | None) -> tuple[Tell, float]:
@@ -109,18 +114,19 @@ def _bar(stage: str, expected: float | None) -> tuple[Tell, float]:
     known = f"{plain} of about {_seconds(expected)}" if expected else plain
     bar = tqdm(desc=f"autoshard: {stage}", bar_format=known, leave=False)
 
-    def tell(elapsed: float, ended: bool) -> None:
-        if expected and elapsed >= expected:
-            bar.bar_format = plain
+    def tell(elapsed: float, said: str, ended: bool) -> None:
+        late = expected is not None and elapsed >= expected
+        bar.bar_format = (plain if late else known) + said.replace("{", "").replace("}", "")
         bar.close() if ended else bar.refresh()
 
     return tell, _TICK_SECONDS
 
 
 def _line(stage: str, expected: float | None) -> Tell:
-    def tell(elapsed: float, ended: bool) -> None:
+    def tell(elapsed: float, said: str, ended: bool) -> None:
         about = f", of about {_seconds(expected)}" if expected and elapsed < expected else ""
-        _write(f"{stage}: took {_seconds(elapsed)}" if ended else f"{stage}: {_seconds(elapsed)}{about}")
+        took = f"took {_seconds(elapsed)}" if ended else f"{_seconds(elapsed)}{about}"
+        _write(f"{stage}: {took}{said}")
 
     return tell
 

@@ -58,6 +58,11 @@ class Deadline:
         """When `part` of the time that is left has passed."""
         return self if math.isinf(self.at) else replace(self, at=time.monotonic() + part * self.left)
 
+    @property
+    def as_part(self) -> Deadline:
+        """Of the search of a part."""
+        return replace(self, of_part=True)
+
     def tell(self, answer: Any) -> None:
         """What was found, and may be the best so far."""
         if self.watch is not None and not self.of_part:

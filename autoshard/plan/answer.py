@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.plan.judged import Judged, judged, judged_within
+from autoshard.plan.judged import Judged, Spared, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.search_with_states import bounded
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
+from cost_model.memory import format_seconds
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
+from passes.layout.joined_axes import JoinedAxes
 from passes.search.find import Found
 from passes.solver.solve import ROUNDING
 from passes.strategies.prices import Prices
@@ -29,7 +31,8 @@ from passes.strategies.prices import Prices
 class Answer:
     """The best plan that a search knows at some moment.
 
-    step_time, lower_bound, peak_memory: of the plan, as it has them. seconds: since the search began.
+    step_time, peak_memory, lower_bound, gap: of the plan, as it has them; but nothing is proven (0, and 1) of all plans
+    where axes are joined (`Plan.joined_axes`). seconds: since the search began.
     """
 
     step_time: float
@@ -41,7 +44,12 @@ class Answer:
 
     @staticmethod
     def of(plan: Plan) -> Answer:
-        return Answer(plan.step_time, plan.lower_bound, plan.gap, plan.peak_memory, lambda: plan)
+        return Answer(plan.step_time, *_proven(plan, plan.joined_axes), plan.peak_memory, lambda: plan)
+
+    @property
+    def words(self) -> str:
+        within = f", within {self.gap:.1%} of optimal" if self.lower_bound > 0.0 else ""
+        return f"best so far {format_seconds(self.step_time)}{within}"
 
     @cached_property
     def _made(self) -> Plan:
@@ -58,6 +66,11 @@ class Answer:
         if self.peak_memory != other.peak_memory:
             return self.peak_memory < other.peak_memory
         return self.lower_bound > other.lower_bound
+
+
+def _proven(one: Plan | Found, joined: JoinedAxes) -> tuple[float, float]:
+    """Bound and gap, of all plans."""
+    return (0.0, 1.0) if joined else (one.lower_bound, one.gap)
 
 
 OnBetter = Callable[[Answer], object]
@@ -129,6 +142,9 @@ class BestSoFar:
         """Bytes by which it is over the limit."""
         return judged.peak.nbytes + self.beside(judged) - (self.memory_limit or 0)
 
+    def spared(self, found: Found) -> Spared:
+        return self.of(found).spared(self.over)
+
     def fits(self, found: Found) -> bool:
         return self.memory_limit is None or self.over(self.of(found)) <= 0
 
@@ -143,8 +159,8 @@ class BestSoFar:
         seconds = self.of(found).seconds
         if self.found is None or seconds <= self.of(self.found).seconds:
             self.found = found
-            proven, nbytes = (found.lower_bound, found.gap), found.peak_nbytes
-            self.deadline.tell(Answer(seconds, *proven, nbytes, lambda: self.plan(found)))
+            proven = _proven(found, found.joined)
+            self.deadline.tell(Answer(seconds, *proven, found.peak_nbytes, lambda: self.plan(found)))
 
     def or_better(self, found: Found) -> Found:
         """What the search returned, or what was faster on its way."""

@@ -56,13 +56,16 @@ class Candidate:
 def candidates(task: Task, count: int) -> list[Candidate]:
     """At most `count` plans that differ, the search's own first. Fewer where there are fewer, or where the task's time
     limit ends first, which is for all searches together. Raises InfeasibleError if there is no plan."""
-    deadline = Deadline.after(task.time_limit)
+    deadline = task.within(task.time_limit)
     best, *judged = search_plans(task, deadline, most=count)
     own = Candidate(BEST, best)
     if count < 2:
         return [own]
     return chosen_candidates(
-        own, list(_of_families(task, deadline)), [Candidate(NEXT, plan) for plan in judged], count
+        own,
+        list(_of_families(task, deadline.as_part)),
+        [Candidate(NEXT, plan) for plan in judged],
+        count,
     )
 
 

@@ -196,8 +196,7 @@ class StageSearch:
         on the timeline last, which takes about as long as for one that was searched."""
         alike = len(self.alone) - sum(self.alone)
         others = max(1, sum(self.alone[stage:]))
-        until = self.deadline.earlier(alike * self.took).share(1.0 / (others + _FINISHING))
-        return replace(until, of_part=True)
+        return self.deadline.earlier(alike * self.took).share(1.0 / (others + _FINISHING)).as_part
 
     def _searched(self, task: Task, stage: int, until: Deadline) -> Plan:
         if self.search is not None:

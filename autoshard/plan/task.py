@@ -37,7 +37,7 @@ from autoshard.plan.plan_prices import (
 from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
-from cost_model.deadline import Deadline, OutOfTime
+from cost_model.deadline import Deadline, OutOfTime, Watch
 from cost_model.errors import InfeasibleError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
@@ -57,19 +57,17 @@ from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.judged_choice import Judgement
+from passes.search.judged_choice import Judgement, counted_seconds
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
-from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
 
-_FIRST_PLAN = 20.0
-"""Seconds for each search of a first plan, at most, where none was found in time."""
-_AT_ONCE = SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)
+_AT_ONCE, _FIRST_PLAN = (SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)), 20.0
+"""Where no plan was found in time: searches of a first one, and seconds for each, at most."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Task:
 
     links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
     besides what its own step holds, given what that is; None: nothing. pace: of a rehearsed step, times modelled. gap:
-    share of the step by which the plan may be above the bound when the search ends by itself."""
+    share of the step by which the plan may be above the bound when the search ends by itself. watch: of each search."""
 
     captured: Captured
     profile: Profile
@@ -96,6 +94,11 @@ class Task:
     beside: Callable[[MemoryWalk | None], int] | None = None
     pace: float = 1.0
     gap: float = 0.01
+    watch: Callable[[], Watch] | None = field(default=None, compare=False, repr=False)
+
+    def within(self, seconds: float) -> Deadline:
+        """From now on, with a watch."""
+        return Deadline.after(seconds, None if self.watch is None else self.watch())
 
     @property
     def joint(self) -> JointGraph:
@@ -124,7 +127,8 @@ class Task:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
         step_seconds = lambda plan, variant: self.varied(variant).step_seconds(plan)
         paced = lambda pace: replace(self, pace=pace).again()
-        return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds, paced)
+        search = lambda variant: search_plan(replace(self.varied(variant), watch=None))
+        return Again(self.profile, search, step_seconds, paced)
 
     def varied(self, variant: Variant) -> Task:
         """Raises as `resolve_pins` and `variant_narrowing`."""
@@ -181,7 +185,7 @@ def search_plans(
     most: int,
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
-    until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
+    until = search_until(task.joint, deadline or task.within(task.time_limit))
     beside = lambda one: task.reserve(one.collectives, one.memory)
     made = lambda found, judged: plan_of(task, found, judged, task.again())
     best, known = BestSoFar(task.memory_limit, beside, made, until), wholes or KnownWholes()
@@ -228,14 +232,13 @@ def search_plans(
 
     reserve = lambda found: task.reserve((), None) if found is None else beside(best.of(found))
     messages = lambda found: messages_nbytes(task.links or task.mesh, best.of(found).collectives)
-    spared = lambda found: best.of(found).spared(best.over)
     again = tuple(_pinned(task) or ())
     whole = compute_again(task.joint, again)
     families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
 
     def limited(start: SearchStart) -> StatesWithin:
         ways = way(0, task.prices, start), way(1, task.prices.avoiding(MESSAGES), start)
-        return StatesWithin(whole, ways, reserve, messages, spared, families)
+        return StatesWithin(whole, ways, reserve, messages, best.spared, families)
 
     within_limit = limited(start)
     try:
@@ -246,15 +249,15 @@ def search_plans(
         for at_once in _AT_ONCE if late or reason is None else ():
             if best.found is None:
                 with suppress(InfeasibleError, OutOfTime):
-                    limited(at_once).found(task.memory_limit, Deadline.after(_FIRST_PLAN, best))
+                    limited(at_once).found(task.memory_limit, Deadline.after(_FIRST_PLAN, best).as_part)
         if best.found is not None:
             return [best.plan(best.found)]
         with suppress(InfeasibleError, OutOfTime):
             if reason is not None and not best.judged and task.memory_limit is not None:
                 # For what lives at its peak.
                 within_limit.anyway.append(within_limit.ways[0].fastest(whole, None, None, 0, until))
-        limits = task.memory_limit, task.time_limit
-        asked = Asked(task.joint, task.mesh, *limits, task.pins, task.recompute, beside, task.links)
+        given = task.joint, task.mesh, task.memory_limit, task.time_limit, task.pins, task.recompute
+        asked = Asked(*given, beside, task.links)
         raise told(reason, asked, best.judged.values(), list(map(best.of, within_limit.anyway))) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
@@ -272,8 +275,7 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
     mesh, prices = task.mesh, judged.prices
     program = task.program_fields(joint, judged)
     records = program["records"]
-    totals = found.step.totals(records)
-    recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
+    recounted = counted_seconds(found.step.totals(records), found.overlaps)
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
         mesh=mesh,

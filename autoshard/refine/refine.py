@@ -57,7 +57,7 @@ class DividedRounds:
         self._tried: set[object] = set()
         self._rounds = 0
         begun = time.monotonic()
-        self.plan = self._planned(Deadline.after(task.time_limit))
+        self.plan = self._planned(task.within(task.time_limit))
         self._planning_seconds = time.monotonic() - begun
         nodes = len(task.joint.graph.nodes)
         self._deadline = Deadline.after(budget(self.plan.step_time, task.time_limit, nodes, task.backend))
@@ -93,7 +93,7 @@ class DividedRounds:
         self._rounds += 1
         before = self.plan
         try:
-            self.plan = self._planned(Deadline.after(max(self._deadline.left, self._planning_seconds)))
+            self.plan = self._planned(self._task.within(max(self._deadline.left, self._planning_seconds)))
         except InfeasibleError as error:  # it was not before: there was no time for it
             _log.debug("refine: %s", error)
         self._done = _decided(self.plan) == _decided(before)

@@ -133,7 +133,7 @@ class Rounds:
     def _search(self) -> None:
         task = self._under(self.timed)
         self._next = []
-        deadline = Deadline.after(max(self._deadline.left, self._search_seconds))
+        deadline = task.within(max(self._deadline.left, self._search_seconds))
         try:
             near = SearchStart(self.plan.assignment)
             self.plan = cached_plan(task, lambda: self._searched(task, deadline, near))

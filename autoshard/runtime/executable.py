@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.plan import Plan
+from autoshard.progress import Say
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, plain_input, wrapped_output
@@ -120,7 +121,7 @@ class Home(Protocol):
     seeds: SeedStream
     watch: Watch | None
 
-    def stages(self, stage: str, call: object) -> AbstractContextManager[None]: ...
+    def stages(self, stage: str, call: object) -> AbstractContextManager[Say]: ...
 
 
 class Executable:

@@ -29,6 +29,7 @@ from autoshard.plan.plan_cache import (
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
 from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.progress import Say
 from autoshard.refine.refine import Refined, may_refine, refined_plan
 from autoshard.refine.rounds import ROUGH_GAP
 from autoshard.refine.time_work import TimedStore, store_of
@@ -94,11 +95,12 @@ def _alone(plan: Plan) -> Found:
 
 @dataclass(frozen=True)
 class Planner:
-    """settings: with their profile."""
+    """settings: with their profile. say: told of the best plan so far, in words."""
 
     mesh: DeviceMesh
     spec: MeshSpec
     settings: Settings
+    say: Say = lambda words: None
 
     def refined(self, captured: Captured, layouts: CallLayouts) -> Refined | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
@@ -116,7 +118,7 @@ class Planner:
         if refined is not None:
             task = replace(task, timed=refined.timed, pace=pace_of(refined.plan.rehearsed))
             return racers(refined.plan, task, self.division, s.race)
-        deadline = Deadline.after(s.time_limit)
+        deadline = task.within(s.time_limit)
         if self.division != WHOLE:
             best = self.division.fastest(task, deadline, cached_search)
             return racers(best, task, self.division, s.race)
@@ -204,7 +206,7 @@ class Planner:
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self.task(captured, layouts, s.pins)
-        return self.division.fastest(task, Deadline.after(s.time_limit), cached_search)
+        return self.division.fastest(task, task.within(s.time_limit), cached_search)
 
     @property
     def division(self) -> Division:
@@ -216,6 +218,7 @@ class Planner:
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
         task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute, gap=s.gap)
+        task = replace(task, watch=lambda: Listener(lambda answer: self.say(answer.words)))
         return task if s.optimizer is None else replace(task, optimizer=s.optimizer)
 
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
-from autoshard.plan.find_plan import canonical_capture, named_parameters
+from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
 from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
-from autoshard.progress import stages_of
+from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
 from autoshard.runtime.guards import Guards
@@ -35,7 +35,7 @@ from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
-from autoshard.runtime.sharding import check_placed, move_buffers
+from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
 from autoshard.runtime.sized_calls import SizedCall, SizedCalls
 from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.runtime.starting import fingerprint_of, started
@@ -54,8 +54,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
-from passes.layout.layout import Layout
-from passes.layout.placements import placements_to_layout
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -91,7 +89,7 @@ class Session:
         owner = None if dispatcher is None else getattr(dispatcher.build, "__self__", None)
         return owner if isinstance(owner, Session) else None
 
-    def stages(self, stage: str, call: object) -> AbstractContextManager[None]:
+    def stages(self, stage: str, call: object) -> AbstractContextManager[Say]:
         """call: what tells its kind, shapes included, from others."""
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
         # A stage takes as long again only where all is the same: the backend, the mesh and the shapes above all.
@@ -128,12 +126,8 @@ class Session:
             return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         with self.stages("tracing the model", detail):
-            whole, captured, sized = collectively(
-                self.mesh,
-                lambda: self._captured(args, kwargs, shapes, answers),
-                what="capture",
-                detail=detail,
-            )
+            capture = lambda: self._captured(args, kwargs, shapes, answers)
+            whole, captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
@@ -204,7 +198,7 @@ class Session:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
         mine: list[Found] = []
         first = self.plan
-        held = {} if isinstance(first, PipelinePlan) else self._held()
+        held = {} if isinstance(first, PipelinePlan) else held_layouts(self.model, self.spec)
 
         def find() -> tuple[Any, int]:
             if first is None:
@@ -244,14 +238,6 @@ class Session:
         if settings.optimizer is None and live is not None:
             settings = replace(settings, optimizer=optimizer_name(live))
         return Planner(self.mesh, self.spec, settings)
-
-    def _held(self) -> dict[str, Layout]:
-        """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
-        return {
-            name: placements_to_layout(parameter.placements, tuple(parameter.shape), self.spec, what=name)
-            for name, parameter in named_parameters(self.model).items()
-            if isinstance(parameter, DTensor)
-        }
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """The prices of the program's kernels and collectives under `profile`, or the session's own."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard.plan.find_plan import named_parameters
 from autoshard.runtime.process_groups import (
     bound_device,
     local_device,
@@ -248,3 +249,12 @@ def differing(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[bool]:
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     return (low != high).any(1).tolist()
+
+
+def held_layouts(model: nn.Module, spec: MeshSpec) -> dict[str, Layout]:
+    """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
+    return {
+        name: placements_to_layout(parameter.placements, tuple(parameter.shape), spec, what=name)
+        for name, parameter in named_parameters(model).items()
+        if isinstance(parameter, DTensor)
+    }

@@ -200,7 +200,8 @@ def sized_program(
         _log.debug("no program for all sizes: %s", error)
         code = None
     asked = everyones(home.mesh, None if code is None else code.holds, what="what holds of sizes")
-    if code is None or any(one is None for one in asked):
+    known = [holds for holds in asked if holds is not None]
+    if code is None or len(known) < len(asked):
         return None
-    holds = list(dict.fromkeys(itertools.chain.from_iterable(asked)))
+    holds = list(dict.fromkeys(itertools.chain.from_iterable(known)))
     return SizedProgram(number, plan, code, evaluation(len(symbols.sizes), holds, code.codes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -61,7 +62,8 @@ def started(home: StartingHome, planner: Planner, call: Call, fingerprint: objec
 
 def _ahead(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> MadeAhead:
     backend, first = home.settings.backend, home.plan is None
-    with home.stages("finding a plan", fingerprint):
+    with home.stages("finding a plan", fingerprint) as say:
+        planner = replace(planner, say=say)
         refined = planner.refined(call.whole, call.layouts) if first else None
         found = home.planned(planner, call.whole, call.layouts, refined)
     plan, made = race(call, found)
@@ -80,8 +82,9 @@ def _at_once(home: StartingHome, planner: Planner, call: Call, fingerprint: obje
     """A plan that is found soon, op by op; what is better is made beside the steps, unless that is off."""
     backend, first, work = home.settings.backend, home.plan is None, None
     store = planner.store() if first else None
-    with home.stages("finding a plan", fingerprint):
+    with home.stages("finding a plan", fingerprint) as say:
         if first:
+            planner = replace(planner, say=say)
             plan, tuned, seed = planner.quick(call.whole, call.layouts, store)
             home.seeds.start(seed)
             home.tell_fallbacks(plan)

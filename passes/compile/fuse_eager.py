@@ -11,6 +11,7 @@ from torch import fx
 
 import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.join_linears import stand_in
+from passes.compile.patterns import Pattern, matches, op
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import FUNCTIONAL
 from passes.ir.joint import node_value, result_index
@@ -27,6 +28,11 @@ _IN_PLACE: dict[Any, Any] = {
 
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 """Of a contiguous value: the same memory in another shape."""
+
+_BIAS = Pattern()
+_PRODUCT = op(aten.mm.default)(Pattern(), Pattern())
+_VALUE = op(aten.view.default)(_PRODUCT, Pattern()) | _PRODUCT
+_WITH_BIAS = op(aten.add.Tensor)(_VALUE, _BIAS)
 
 _OWNING = frozenset(
     {
@@ -119,26 +125,20 @@ def _is_fresh(node: object) -> bool:
 
 def _add_in_product(graph: fx.Graph, add: fx.Node) -> None:
     """add(view(mm(a, b)), bias) -> view(addmm(bias, a, b)), where nothing else reads the product."""
-    if len(add.args) != 2 or add.kwargs:
-        return
-    for value, bias in (add.args, add.args[::-1]):
-        if not (isinstance(value, fx.Node) and isinstance(bias, fx.Node)):
+    for bound in matches(_WITH_BIAS, add, {}):
+        product, value, bias = (bound[pattern] for pattern in (_PRODUCT, _VALUE, _BIAS))
+        if not isinstance(bias, fx.Node) or not _takes_bias(product, value, add, bias):
             continue
-        view = value if value.target is aten.view.default else None
-        product = value.args[0] if view is not None else value
-        if isinstance(product, fx.Node) and _takes_bias(product, value, add, bias):
-            with graph.inserting_before(add):
-                fused = graph.call_function(aten.addmm.default, (bias, *product.args))
-                fused.meta = dict(product.meta)
-                result = fused
-                if view is not None:
-                    result = graph.call_function(aten.view.default, (fused, view.args[1]))
-                    result.meta = dict(add.meta)
-            add.replace_all_uses_with(result)
-            for dead in (add, view, product):
-                if dead is not None:
-                    graph.erase_node(dead)
-            return
+        with graph.inserting_before(add):
+            result = graph.call_function(aten.addmm.default, (bias, *product.args))
+            result.meta = dict(product.meta)
+            if value is not product:
+                result = graph.call_function(aten.view.default, (result, value.args[1]))
+                result.meta = dict(add.meta)
+        add.replace_all_uses_with(result)
+        for dead in dict.fromkeys((add, value, product)):
+            graph.erase_node(dead)
+        return
 
 
 def _pad_in_cat(graph: fx.Graph, pad: fx.Node) -> None:
@@ -168,7 +168,7 @@ def _pad_in_cat(graph: fx.Graph, pad: fx.Node) -> None:
 
 
 def _takes_bias(product: fx.Node, value: fx.Node, add: fx.Node, bias: fx.Node) -> bool:
-    if product.target is not aten.mm.default or len(product.users) != 1 or len(value.users) != 1:
+    if len(product.users) != 1 or len(value.users) != 1:
         return False
     p, v, b, result = (n.meta["val"] for n in (product, value, bias, add))
     whole = v.shape == result.shape and v.shape[-1] == p.shape[-1] and math.prod(v.shape[:-1]) == p.shape[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,40 +19,9 @@ from passes.ir.torch_compat import fake_mode_of
 aten = torch.ops.aten
 
 
-def called(node: object, target: Any, count: int = 2) -> tuple[Any, ...]:
-    """The arguments of a node that calls `target` with `count` of them and none by name; `count` times None if it
-    does not."""
-    if isinstance(node, fx.Node) and node.target is target and not node.kwargs and len(node.args) == count:
-        return node.args
-    return (None,) * count
-
-
 def shape_of(node: object) -> list[int] | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return list(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def summed(node: object, target: Any = aten.sum.dim_IntList, *, kept: bool = True) -> tuple[Any, list[int]]:
-    """(operand, dims in order) of a reduction over dims that are `kept` or not; (None, []) if it is none."""
-    operand, dims, keeps = called(node, target, 3)
-    shape = shape_of(operand)
-    if shape is None or bool(keeps) is not kept:
-        return None, []
-    return operand, sorted(dim % len(shape) for dim in dims)
-
-
-def others(node: fx.Node, target: Any) -> Iterator[tuple[fx.Node, Any]]:
-    """Readers of `node` that call the commutative `target`, and what each takes beside it."""
-    for user in node.users:
-        first, second = called(user, target)
-        if first is node or second is node:
-            yield user, second if first is node else first
-
-
-def sole_user(node: object, target: Any) -> fx.Node | None:
-    """The one reader of `node`, if it calls `target`."""
-    users = list(node.users) if isinstance(node, fx.Node) else []
-    return users[0] if len(users) == 1 and users[0].target is target else None
 
 
 def stand_in(node: fx.Node, other: fx.Node) -> None:
@@ -111,11 +80,11 @@ class JoinLinears(RankPass):
 
 def _join(product: fx.Node, graph: fx.Graph) -> bool:
     """Whether another op took its place."""
-    bias, rows, matrix = (None, *product.args) if product.target is aten.mm.default else product.args
+    operands: tuple[Any, ...] = product.args
+    bias, rows, matrix = (None, *operands) if product.target is aten.mm.default else operands
     if product.kwargs:
         return False
-    turned, order = called(matrix, aten.permute.default)
-    transposed = turned is not None and list(order) == [1, 0]
+    transposed = matrix.target is aten.permute.default and matrix.args[1] == [1, 0]
     result, operand = _unflattened(product, rows)
     if result is product and not transposed:
         return False
@@ -123,8 +92,8 @@ def _join(product: fx.Node, graph: fx.Graph) -> bool:
         return False
     with graph.inserting_before(result):
         if transposed:
-            given = (operand, turned) if bias is None else (operand, turned, bias)
-            joined = graph.call_function(aten.linear.default, given)
+            given = () if bias is None else (bias,)
+            joined = graph.call_function(aten.linear.default, (operand, matrix.args[0], *given))
         else:
             joined = graph.call_function(aten.matmul.default, (operand, matrix))
     joined.meta = dict(result.meta)
@@ -134,16 +103,14 @@ def _join(product: fx.Node, graph: fx.Graph) -> bool:
 
 def _unflattened(product: fx.Node, rows: Any) -> tuple[fx.Node, Any]:
     """(view of the product, what the rows were before they were flattened), or both as they are."""
-    view = sole_user(product, aten.view.default)
-    (operand, _) = called(rows, aten.view.default)
-    shape, before = shape_of(view), shape_of(operand)
-    if view is None or shape is None or before is None or shape[:-1] != before[:-1]:
+    view = next(iter(product.users), None)
+    if view is None or len(product.users) > 1 or {view.target, rows.target} != {aten.view.default}:
         return product, rows
-    flat = [math.prod(before[:-1]), before[-1]] == shape_of(rows) and shape_of(product) == [
-        math.prod(shape[:-1]),
-        shape[-1],
-    ]
-    return (view, operand) if flat else (product, rows)
+    shape, before = shape_of(view), shape_of(rows.args[0])
+    assert shape is not None and before is not None
+    flat = [math.prod(before[:-1])]
+    last = shape_of(rows) == [*flat, before[-1]] and shape_of(product) == [*flat, shape[-1]]
+    return (view, rows.args[0]) if last and shape[:-1] == before[:-1] else (product, rows)
 
 
 _BACKWARD = torch.ops.aten.convolution_backward.default

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from passes.ir.joint import JointGraph
 from passes.ir.torch_compat import fake_mode_of, lazy_module
@@ -46,7 +47,7 @@ class Numbers:
 
     def placed(self, argument: Any) -> Any:
         """An op's arguments, nodes in them included."""
-        return fx.node.map_aggregate(argument, self.place)
+        return map_aggregate(argument, self.place)
 
     def look(self, value: Tensor) -> Any:
         """How a tensor looks, its `Look` with places in it."""
@@ -89,7 +90,7 @@ def take_numbers(graph: fx.Graph) -> list[Any]:
 
     for node in list(graph.nodes):
         if node.op == "call_function":
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), input_of)
+            args, kwargs = map_aggregate((node.args, node.kwargs), input_of)
             if (args, kwargs) != (node.args, node.kwargs):
                 node.args, node.kwargs = args, kwargs
     assert graph.find_nodes(op="placeholder")[: len(ends)] == ends
@@ -136,9 +137,9 @@ def with_fixed_sizes(joint: JointGraph) -> JointGraph:
 
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), fixed)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), fixed)
         if "val" in node.meta:
-            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], value_of)
+            node.meta["val"] = map_aggregate(node.meta["val"], value_of)
     return joint
 
 
@@ -155,9 +156,7 @@ class SizedModule:
             if (placed := numbers.placed(given)) != given:
                 self._arguments[node] = placed
             if "val" in node.meta:
-                self._values[node] = fx.node.map_aggregate(
-                    node.meta["val"], lambda v: _looked(v, looks, numbers)
-                )
+                self._values[node] = map_aggregate(node.meta["val"], lambda v: _looked(v, looks, numbers))
         self.looks = list(dict.fromkeys(looks.values()))
 
     def at(self, numbers: Sequence[Any], looks: Looks, name: str = "GraphModule") -> fx.GraphModule:
@@ -190,7 +189,7 @@ def _looked(value: Any, looks: dict[int, Any], numbers: Numbers) -> Any:
 
 
 def _values(value: Any, looks: Looks) -> Any:
-    return fx.node.map_aggregate(value, lambda v: looks.fakes[v.look] if isinstance(v, _Looked) else v)
+    return map_aggregate(value, lambda v: looks.fakes[v.look] if isinstance(v, _Looked) else v)
 
 
 class SizedJoint:
@@ -232,7 +231,7 @@ def same_nodes(one: fx.Graph, two: fx.Graph) -> bool:
 
 
 def _node_text(node: fx.Node) -> str:
-    value = fx.node.map_aggregate(node.meta.get("val"), _shown)
+    value = map_aggregate(node.meta.get("val"), _shown)
     said = {key: node.meta[key] for key in sorted(node.meta) if key != "val"}
     return f"{node.name} {node.op} {node.target} {node.args!r} {node.kwargs!r} {value} {said}"
 

@@ -69,7 +69,8 @@ class SizeSymbols:
 
     @cached_property
     def _named(self) -> dict[Any, Any]:
-        return {s: type(s)(f"s{i}", **s.assumptions0) for i, s in enumerate(self._symbols)}
+        named: Any = type(self._symbols[0]) if self._symbols else None
+        return {s: named(f"s{i}", **s.assumptions0) for i, s in enumerate(self._symbols)}
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
+from passes.compile.join_kernels import JoinKernels
 from passes.compile.join_linears import JoinConvolutions
-from passes.compile.join_losses import JoinLosses
-from passes.compile.join_norms import JoinNorms
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
 from passes.ir.rewrite import duplicate_module
@@ -111,9 +110,7 @@ class RankProgram:
 
         For a program that runs op by op; a compiler joins more.
         """
-        module = run_rank_passes(
-            duplicate_module(self.local.module), (JoinNorms(), JoinLosses(), JoinConvolutions())
-        )
+        module = run_rank_passes(duplicate_module(self.local.module), (JoinKernels(), JoinConvolutions()))
         return replace(self, local=replace(self.local, module=module))
 
     def text(self) -> str:

@@ -148,7 +148,7 @@ class _Search:
             overlaps, known, gap, self._so_far if self.watched else lambda _: None
         )
         self.best = self.judging.of(self.solution.choice)
-        apart = self._apart()
+        apart = not self._stopped() and self._apart()
         if apart and (self.small or self.best.difference(overlaps) > AGREES):
             self._extremes()
         self.looked = not self.judging.late()
@@ -163,6 +163,11 @@ class _Search:
     def _so_far(self, solution: Solution) -> None:
         self.solution = solution
         self.judging.program(solution.choice)
+
+    def _stopped(self) -> bool:
+        """By who hears of it, and not by time: then the best so far is enough."""
+        watch = self.judging.deadline.watch
+        return self.watched and watch is not None and watch.ended
 
     def _apart(self) -> bool:
         """Whether plans are: where latency decides, the one in which every rank does all the work is as good as any."""

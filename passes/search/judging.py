@@ -16,7 +16,7 @@ class Judging:
     def __init__(
         self, space: SearchSpace, judge: Judge, deadline: Deadline, hear: Callable[[JudgedChoice], object]
     ) -> None:
-        self._space, self._judge, self._deadline, self._hear = space, judge, deadline, hear
+        self._space, self._judge, self.deadline, self._hear = space, judge, deadline, hear
         self.known: dict[Choice, JudgedChoice] = {}
         self._programs: dict[Choice, JudgedChoice] = {}
 
@@ -55,10 +55,10 @@ class Judging:
 
     def left(self) -> float:
         """Seconds for what is to be solved next: never none."""
-        return seconds_left(self._deadline)
+        return seconds_left(self.deadline)
 
     def late(self) -> bool:
-        return self._deadline.left <= 0.0
+        return self.deadline.left <= 0.0
 
 
 _LONGEST, _SHORTEST = 3600.0, 1.0

@@ -41,6 +41,18 @@ def test_stage_elapsed_and_what_it_took_before(capfd: pytest.CaptureFixture[str]
     assert "of about 0 s" in again[0]
 
 
+def test_what_is_said_so_far_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with stages_of(0, "Net of 8 parameters")("finding a plan") as say:
+        time.sleep(0.15)
+        say("best so far 3 ms, within 4.2% of optimal")
+        time.sleep(0.15)
+    first, *_, last = capfd.readouterr().err.splitlines()
+    assert "best" not in first
+    assert last.startswith("autoshard: finding a plan: took") and last.endswith(
+        "; best so far 3 ms, within 4.2% of optimal"
+    )
+
+
 @pytest.mark.parametrize(
     ("times", "about"), [("[51.0, 5.0]", False), ("[50.0, 60.0]", True), ("[60.0]", False), ("60.0", False)]
 )
