@@ -3,7 +3,7 @@
 model = autoshard(model, mesh)
 """
 
-from autoshard.api import autoshard
+from autoshard.api import autoshard, is_tuned
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
@@ -56,6 +56,7 @@ __all__ = [
     "find_plan",
     "gather",
     "halo_exchange",
+    "is_tuned",
     "last_checkpoint",
     "new_checkpoint",
     "random_state",

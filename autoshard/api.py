@@ -18,6 +18,7 @@ from autoshard.arguments import (
     checked_micro_batches,
     checked_model,
     checked_race,
+    checked_tune,
     optimizer_name,
 )
 from autoshard.global_call import as_call
@@ -62,6 +63,7 @@ def autoshard(
     stages: str | None = None,
     schedule: str | None = None,
     gap: float = 0.01,
+    tune: str = "background",
     batch: str = "global",
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
@@ -114,6 +116,12 @@ def autoshard(
                     the call's first. Losses and outputs are those of the parts joined in the order of ranks. Ranks tell
                     each other their sizes in every call. With stages, ranks along that axis pass the same.
 
+    tune:           "background": steps begin with a plan that is found in about two seconds, run op by op; the search,
+                    timing (2 % of the steps' time) and the compiler go on beside them, and a better program, with
+                    parameters and optimizer states in its layouts, takes over between two steps (`is_tuned`).
+                    "first": all before the first step. "off": the first plan, compiled, stays. With `race` or `stages`
+                    it is "first".
+
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
 
@@ -151,6 +159,7 @@ def autoshard(
             recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
             gap=checked_share(gap, "gap"),
+            tune=checked_tune(tune),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
             optimizer=named,
@@ -180,6 +189,18 @@ def autoshard(
             detach()
             raise
     return model
+
+
+def is_tuned(model: nn.Module) -> bool:
+    """Whether nothing more will change beside the steps of a parallel model: on all ranks after the same calls.
+
+    It goes on during calls alone: `while not is_tuned(model): step()`.
+
+    Raises ShardingError for another model."""
+    session = Session.of(model)
+    if session is None:
+        raise ShardingError("model was not made parallel\n  try: autoshard(model, mesh) before")
+    return session.plan is not None and all(tuning.ended for tuning in session.tunings)
 
 
 def _stages(given: str | None, plan: Plan | None, mesh: MeshSpec) -> str | None:

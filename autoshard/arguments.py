@@ -136,6 +136,14 @@ def checked_race(race: object, planned: bool) -> int:
     return count
 
 
+def checked_tune(tune: object) -> str:
+    """ShardingError unless it says when the plan becomes the best there is."""
+    if tune not in ("background", "first", "off"):
+        choices = "'background', 'first' for all before the first step, or 'off'"
+        raise reject("tune", tune, choices)
+    return str(tune)
+
+
 def check_recompute(recompute: object) -> None:
     """ShardingError unless it says who chooses what the backward computes again."""
     if recompute not in _RECOMPUTE:

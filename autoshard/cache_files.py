@@ -57,3 +57,18 @@ def code_fingerprint() -> str:
             state = path.stat()
             found.append(f"{path.relative_to(root)} {state.st_size} {state.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def mark(*what: object) -> None:
+    """`is_marked` from now on, for this code."""
+    with suppress(OSError):
+        write_whole(_mark_path(what), "")
+
+
+def is_marked(*what: object) -> bool:
+    return _mark_path(what).exists()
+
+
+def _mark_path(what: tuple[object, ...]) -> Path:
+    text = "\n".join(map(str, (*what, code_fingerprint())))
+    return cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.mark"

@@ -83,7 +83,7 @@ def step(mesh: DeviceMesh) -> None:
     for dtype in DTYPES:
         plain, call = model_and_call(dtype)
         ours = copy.deepcopy(plain)
-        autoshard(ours, mesh, call, profile=nominal_profile("cuda"))
+        autoshard(ours, mesh, call, profile=nominal_profile("cuda"), tune="first")
         steps = {
             "torch.compile": Trainer(torch.compile(plain), plain, call),
             "autoshard": Trainer(ours, ours, call),
@@ -107,7 +107,7 @@ def memory(mesh: DeviceMesh) -> None:
             gc.collect()  # the last model's modules and its program refer to each other
             torch.cuda.empty_cache()
             model, call = model_and_call(dtype)
-            autoshard(model, mesh, call, profile=nominal_profile("cuda"), backend=backend)
+            autoshard(model, mesh, call, profile=nominal_profile("cuda"), backend=backend, tune="first")
             run = training_step(model, call)
             run()
             torch.cuda.reset_peak_memory_stats()
@@ -144,7 +144,7 @@ def kernels(mesh: DeviceMesh) -> None:
     for profile in (measured, nominal_profile("cuda")):
         for backend in ("eager", "inductor"):
             model, call = model_and_call(torch.bfloat16, BATCH * dist.get_world_size())
-            autoshard(model, mesh, call, profile=profile, backend=backend)
+            autoshard(model, mesh, call, profile=profile, backend=backend, tune="first")
             run = training_step(model, call)
             with report(model, warmup=WARMUP) as figures:
                 for _ in range(WARMUP + 10):

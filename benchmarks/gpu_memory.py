@@ -74,7 +74,15 @@ class Setting:
         """A trainer whose tensors fit `room` bytes, and what its plan says."""
         model = fresh(GPT, self.dtype)
         options = {"memory_limit": room + reserve_bytes(MeshSpec.of(self.mesh)), "micro_batches": pieces}
-        autoshard(model, self.mesh, self.call, profile=self.profile, time_limit=SEARCH_SECONDS, **options)
+        autoshard(
+            model,
+            self.mesh,
+            self.call,
+            profile=self.profile,
+            time_limit=SEARCH_SECONDS,
+            tune="first",
+            **options,
+        )
         plan = model.autoshard_plan
         said = (
             f"{len(plan.planned.again)} ops again, predicted peak {format_bytes(plan.peak_memory)}, "

@@ -53,7 +53,7 @@ def _rank(rank: int, ranks: int, steps_wanted: int, port: int) -> None:
     torch.manual_seed(0)
     config = GPTConfig()
     x = batches(config, 16, 1)[0]
-    model = autoshard.autoshard(GPT(config), mesh, backend="eager", profile="cpu")
+    model = autoshard.autoshard(GPT(config), mesh, backend="eager", profile="cpu", tune="first")
     watch = watch_of(mesh)
     assert watch is not None
     for _ in range(WARM_UP):

@@ -110,7 +110,7 @@ def measure(rank: int, settings: Settings) -> dict[str, Any]:
     with torch.device("meta"):
         model = SwiGLU(settings.width, settings.hidden)
     x = torch.randn(settings.batch, settings.width, generator=torch.Generator().manual_seed(0))
-    autoshard(model, mesh, (x,), memory_limit=settings.limit, profile="cpu", backend="eager")
+    autoshard(model, mesh, (x,), memory_limit=settings.limit, profile="cpu", backend="eager", tune="first")
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts over, from here
     model.to_empty(device="cpu")

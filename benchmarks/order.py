@@ -59,7 +59,7 @@ def follow(given: argparse.Namespace) -> None:
     pins = None
     if given.family:
         pins = family_constraints(given.family, 1, columns=workload.columns, rows=workload.rows)
-    autoshard(model, mesh, batch, profile=profile, backend="eager", constraints=pins)
+    autoshard(model, mesh, batch, profile=profile, backend="eager", constraints=pins, tune="first")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with report(model, repeats=9) as measured:
         for _ in range(given.steps):

@@ -106,7 +106,7 @@ def _measured(workload: Workload, mesh: DeviceMesh, backend: str, limit: int | N
     model, batch = workload.build(), workload.batch()
     begun = time.perf_counter()
     options: dict[str, Any] = {"backend": backend, "memory_limit": limit, "time_limit": TIME_LIMIT}
-    autoshard.autoshard(model, mesh, batch, profile="cpu", **options)
+    autoshard.autoshard(model, mesh, batch, profile="cpu", tune="first", **options)
     seconds = time.perf_counter() - begun
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with autoshard.report(model, warmup=1, repeats=1) as report:

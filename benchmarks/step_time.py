@@ -95,7 +95,7 @@ def compare(case: Case, samples: int, mesh: DeviceMesh, arguments: argparse.Name
     torch.manual_seed(0)
     plain = case.build().to(device)
     ours = copy.deepcopy(plain)
-    autoshard(ours, mesh, batch, profile="h100" if device == "cuda" else "cpu", backend=backend)
+    autoshard(ours, mesh, batch, profile="h100" if device == "cuda" else "cpu", backend=backend, tune="first")
     first, second = PLAIN[backend], "autoshard"
     trainers = {
         first: Trainer(plain if backend == "eager" else torch.compile(plain), plain, batch),

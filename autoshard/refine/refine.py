@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from autoshard.plan.micro_batches import fitting
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
 from autoshard.plan.task import Task
-from autoshard.refine.rounds import Rounds
+from autoshard.refine.rounds import Budget, Rounds
 from autoshard.refine.time_work import TimedStore, store_of, time_work
 from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
 from autoshard.watching.agreement import from_first
@@ -50,7 +50,7 @@ class DividedRounds:
         task: Task,
         division: Division,
         store: TimedStore,
-        budget: Callable[[float, float, int, str], float] = refining_seconds,
+        budget: Budget = refining_seconds,
     ) -> None:
         self._task, self._division, self._store = task, division, store
         self.timed = store.read()
@@ -143,31 +143,60 @@ class Refined:
     keep: Callable[[Plan], None]
 
 
+@dataclass(frozen=True)
+class ToTime:
+    """cases: what to time next, for about so many seconds. plan: the one to take so far, under `timed`."""
+
+    cases: tuple[Case, ...]
+    seconds: float
+    plan: Plan
+    timed: TimedPrices | None
+
+
+def refining(
+    task: Task, division: Division, store: TimedStore, **budget: Budget
+) -> Generator[ToTime, TimedPrices, Refined]:
+    """The plan of `task` under prices that are timed where it will run: asks for them, and is sent them. Talks to
+    nobody else. Raises as `search_plan`. budget: as `Rounds` takes it, if another."""
+
+    def start(captured: Captured, until: Deadline) -> tuple[Rounds, tuple[Case, ...]]:
+        rounds = Rounds(replace(task, captured=captured, time_limit=until.left), store, **budget)
+        return rounds, rounds.wanted()
+
+    if division.leaves_whole(task.memory_limit):
+        rounds, cases = fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
+    else:
+        rounds = DividedRounds(task, division, store, **budget)
+        cases = rounds.wanted()
+    while cases:
+        rounds.add((yield ToTime(cases, rounds.seconds_left, rounds.plan, rounds.timed.if_any())))
+        cases = rounds.wanted()
+    return Refined(rounds.plan, rounds.timed.if_any(), rounds.keep)
+
+
 def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:
     """The plan of `task` under prices that were timed here; of rank 0, None on the others. Every rank calls it.
 
     What was timed before is read from disk (`autoshard.refine.time_work`), and so is the plan. Raises, on all ranks,
     as `search_plan`.
     """
-    store = store_of(mesh, task.backend)
-    state: list[Rounds | DividedRounds] = []
-
-    def start(captured: Captured, until: Deadline) -> _Next:
-        state[:] = [Rounds(replace(task, captured=captured, time_limit=until.left), store)]
-        return _next(state[0])
-
-    def first() -> _Next:
-        if not division.leaves_whole(task.memory_limit):
-            state[:] = [DividedRounds(task, division, store)]
-            return _next(state[0])
-        return fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
+    rounds = refining(task, division, store_of(mesh, task.backend))
+    ended: list[Refined] = []
 
     def start_alone() -> None:
         """Rank 0 plans on one core. Once all start it, as they time, each has a share of the cores."""
         if task.backend != "eager":
             start_compiler(mesh_device(mesh.device_type), task.backend)
 
-    cases, seconds = from_first(mesh, first, what="what to time", meanwhile=start_alone)
+    def after(times: TimedPrices | None) -> _Next:
+        try:
+            asked = next(rounds) if times is None else rounds.send(times)
+        except StopIteration as end:
+            ended.append(end.value)
+            return (), 0.0
+        return asked.cases, asked.seconds
+
+    cases, seconds = from_first(mesh, lambda: after(None), what="what to time", meanwhile=start_alone)
     while cases:
         begun = time.monotonic()
         times = time_work(mesh, cases, seconds, backend=task.backend)
@@ -177,13 +206,8 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
             len(times.collectives),
             time.monotonic() - begun,
         )
-
-        def again(times: TimedPrices = times) -> _Next:
-            state[0].add(times)
-            return _next(state[0])
-
-        cases, seconds = from_first(mesh, again, what="what to time")
-    return Refined(state[0].plan, state[0].timed.if_any(), state[0].keep) if state else None
+        cases, seconds = from_first(mesh, lambda times=times: after(times), what="what to time")
+    return ended[0] if ended else None
 
 
 def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Plan:
@@ -191,7 +215,3 @@ def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE
     mine = refined_plan(mesh, task, division)
     data = from_first(mesh, lambda: None if mine is None else mine.plan.to_json(), what="the plan")
     return Plan.from_json(data) if mine is None else mine.plan
-
-
-def _next(rounds: Rounds | DividedRounds) -> _Next:
-    return rounds.wanted(), rounds.seconds_left

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,19 @@ def time_work(
 
     What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
     """
+    with timing(mesh, clock, backend) as timed:
+        timed.all(cases, seconds)
+        return timed.prices
+
+
+@contextmanager
+def timing(mesh: DeviceMesh, clock: Clock | None = None, backend: str = "inductor") -> Generator[Timing]:
+    """What times cases now and then, as `time_work` does. All ranks of the world enter and leave together."""
     with bench_of(mesh, clock, lambda what, share: None) as bench:
         pool = torch.rand(
             COLD_NBYTES // 4, device=bench.device, generator=torch.Generator(bench.device).manual_seed(0)
         )
-        return _Timing(bench, pool, backend).all(cases, seconds)
+        yield Timing(bench, pool, backend)
 
 
 class _Noisy(Exception):
@@ -85,14 +94,19 @@ class _Noisy(Exception):
 
 
 @dataclass
-class _Timing:
+class Timing:
     bench: Bench
     pool: torch.Tensor
     backend: str
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
 
-    def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
+    @property
+    def prices(self) -> TimedPrices:
+        """Of all that was timed so far."""
+        return TimedPrices(tuple(self.kernels), tuple(self.collectives))
+
+    def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> None:
         keep_freed_memory(self.bench.device)
         groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
         hosts: list[str] = []
@@ -105,11 +119,14 @@ class _Timing:
                 break
             if groups and case is groups[0]:
                 groups = self._compiled_ahead(groups, hosts)
-            try:
-                self._add(case)
-            except (ProfileError, _Noisy) as error:  # on all ranks alike
-                _log.debug("not timed: %s", error)
-        return TimedPrices(tuple(self.kernels), tuple(self.collectives))
+            self.one(case)
+
+    def one(self, case: KernelCase | CollectiveCase) -> None:
+        """One case, whatever time it takes."""
+        try:
+            self._add(case)
+        except (ProfileError, _Noisy) as error:  # on all ranks alike
+            _log.debug("not timed: %s", error)
 
     def _compiled_ahead(self, groups: list[KernelCase], hosts: Sequence[str]) -> list[KernelCase]:
         """Those that are left when the first few are compiled, each by one rank of a host. hosts: of the ranks."""

@@ -138,6 +138,8 @@ class CallProgram(ABC):
 
     def __init__(self, leaves: Leaves, ends: CallGradients, around: Around) -> None:
         self.leaves, self.ends, self.around = leaves, ends, around
+        self.is_between = True
+        """Whether no forward was the last that ran: its backward is to come."""
 
     def _settled(
         self, leaves: Sequence[Tensor], results: Sequence[Tensor | None], later: bool
@@ -181,6 +183,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: CallProgram, *leaves: Tensor) -> tuple[Tensor, ...]:
         outputs, saved, ctx.kept = program.run_forward(leaves)
+        program.is_between = False
         ctx.program = program
         ctx.looks = program.leaves.looks(leaves)
         ctx.set_materialize_grads(False)
@@ -198,6 +201,7 @@ class _Call(torch.autograd.Function):
         # With retain_graph=False nobody needs them again: the backward may free each when it is done.
         ctx.maybe_clear_saved_tensors()
         found = program.run_backward(saved, tangents, ctx.kept)
+        program.is_between = True
         # `needs_input_grad` is a new tuple at every look.
         needed = ctx.needs_input_grad[1:]
         return (None, *program.leaves.gradients(ctx.looks, needed, program.gradients, found))

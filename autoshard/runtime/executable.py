@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.plan import Plan
+from autoshard.progress import Say
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
+from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, plain_input, wrapped_output
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.process_groups import local_device
@@ -21,7 +24,7 @@ from autoshard.watching.check_calls import CheckCalls
 from autoshard.watching.watch import Watch
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.capture import Captured, flatten_call
+from passes.capture import CallSpec, Captured, flatten_call
 from passes.ir.joint import GraphInput, JointGraph
 
 
@@ -70,24 +73,40 @@ class SeedStream:
         return twin
 
 
-class Programs:
-    """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
+@dataclass(frozen=True)
+class Running:
+    """What runs a kind of call: its program, and where inputs and outputs meet it. captured: the call as it is cut."""
 
-    def __init__(self, made: Callable[[str], CallProgram], backend: str, *, at_once: bool) -> None:
-        self._made, self._backend = made, backend
-        self._calls = 0
-        self._compiled = at_once or backend == "eager"
-        self._program = made(backend if at_once else "eager")
+    captured: Captured
+    ends: CallEnds
+    program: CallProgram
+    plan: Plan
 
-    def next(self) -> CallProgram:
+
+class Programs(Protocol):
+    """Of one kind of call; they may change between two."""
+
+    running: Running
+
+    def next(self) -> Running:
         """For one more call. A step that has begun with another program ends with that one."""
+        ...
+
+
+class MadeAhead:
+    """running: at first. made: compiles by a backend, on all ranks together, for a later kind of call; None: it is."""
+
+    def __init__(self, running: Running, made: Callable[[], CallProgram] | None) -> None:
+        self.running, self._made = running, made
+        self._calls = 0
+
+    def next(self) -> Running:
         self._calls += 1
         # A last, smaller batch comes once an epoch, and compiling it takes longer than running it: a later kind of call
         # runs op by op twice. Counted by calls, so that all ranks compile at the same one.
-        if not self._compiled and self._calls > 2:
-            self._program = self._made(self._backend)
-            self._compiled = True
-        return self._program
+        if self._made is not None and self._calls > 2:
+            self.running, self._made = replace(self.running, program=self._made()), None
+        return self.running
 
 
 class Home(Protocol):
@@ -102,7 +121,7 @@ class Home(Protocol):
     seeds: SeedStream
     watch: Watch | None
 
-    def stages(self, stage: str, call: object) -> AbstractContextManager[object]: ...
+    def stages(self, stage: str, call: object) -> AbstractContextManager[Say]: ...
 
 
 class Executable:
@@ -111,36 +130,49 @@ class Executable:
     def __init__(
         self,
         home: Home,
-        captured: Captured,
-        ends: CallEnds,
+        spec: CallSpec,
         programs: Programs,
         guards: Guards,
         check_call: CheckCalls,
     ) -> None:
         self.guards = guards
-        self.answers = tuple(check.answer for _, check in captured.call.checks)
+        self.answers = tuple(check.answer for _, check in spec.checks)
         self._home = home
         self._check_call = check_call
-        self._spec = captured.call
+        self._spec = spec
         self._programs = programs
-        joint = captured.joint
+        self._running: Running | None = None
+        self._given: list[GraphInput] = []
+        self._leaves: list[Leaf] = []
+        self._has_run = False
+        self._outputs: Sequence[OutputSide] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether it takes part where parameters go to other layouts."""
+        return not isinstance(self._programs, MadeAhead)
+
+    def _take(self, running: Running) -> None:
+        joint, ends = running.captured.joint, running.ends
+        self._running, self._outputs = running, ends.outputs
         self._given = [spec for spec in joint.inputs if spec.kind != "tangent"]
         self._leaves = [
-            _leaf(home, joint, spec, side) for spec, side in zip(self._given, ends.inputs, strict=True)
+            _leaf(self._home, joint, spec, side) for spec, side in zip(self._given, ends.inputs, strict=True)
         ]
-        self._has_run = False
-        self._outputs = ends.outputs
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, _ = flatten_call(args, kwargs)
         self._check_call(tensors)
+        running = self._programs.next()
+        if running is not self._running:
+            self._take(running)
         leaves = [leaf(tensors) for leaf in self._leaves]
         home = self._home
         if not self._has_run:
             for spec, leaf in zip(self._given, leaves, strict=True):
                 arrived(leaf, spec.name, local_device(home.mesh))  # an error for a parameter on meta
             self._has_run = True
-        outputs = self._programs.next()(leaves)
+        outputs = running.program(leaves)
         wrapped = [
             wrapped_output(value, side, home.mesh, home.spec)
             for value, side in zip(outputs, self._outputs, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +16,7 @@ from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
-from autoshard.runtime.executable import Home
+from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
@@ -43,6 +43,23 @@ _log = logging.getLogger("autoshard")
 
 Made = Callable[[str], CallProgram]
 """Compiles this rank's program by a backend, on all ranks together."""
+Lowering = Callable[[], Callable[[str], CallProgram]]
+"""Lowers this rank's program, and returns what compiles it, both without other ranks."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A `Made`. alone: compiles by a backend, on this rank alone."""
+
+    home: Home
+    kind: str
+    alone: Callable[[str], CallProgram]
+
+    def __call__(self, backend: str) -> CallProgram:
+        mesh = self.home.mesh
+        keep_freed_memory(local_device(mesh))
+        with self.home.stages("compiling the plan", (self.kind, backend)):
+            return collectively(mesh, lambda: self.alone(backend), what="compiling a plan")
 
 
 def places_of(mesh: DeviceMesh, plan: Plan) -> dict[str, Place]:
@@ -79,21 +96,20 @@ class Call:
             self._cuts[way] = collectively(self.home.mesh, made, what="cutting a batch")
         return self._cuts[way]
 
-    def made(self, plan: Plan) -> Made:
+    def made(self, plan: Plan) -> Lowered:
         """Lowered; what compiles it, on all ranks or on none."""
-        home = self.home
-        compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
+        alone = collectively(self.home.mesh, self.lowering(plan), what="lowering a plan")
+        return Lowered(self.home, self.kind, alone)
 
-        def made(backend: str) -> CallProgram:
-            keep_freed_memory(local_device(home.mesh))
-            with home.stages("compiling the plan", (self.kind, backend)):
-                return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
-
-        return made
+    def lowering(self, plan: Plan) -> Lowering:
+        return _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
     def ends(self, plan: Plan) -> CallEnds:
         """With stages, an output that is not asked for whole stays on the ranks of its stage."""
         return ends_of(self.home.mesh, self.cut(plan).joint, self.layouts, plan)
+
+    def running(self, plan: Plan, program: CallProgram) -> Running:
+        return Running(self.cut(plan), self.ends(plan), program, plan)
 
     def entry(self, plan: Plan, program: CallProgram) -> RaceEntry:
         """The plan on copies of what a training step reads and writes."""
@@ -113,25 +129,29 @@ def ends_of(mesh: DeviceMesh, joint: JointGraph, layouts: CallLayouts, plan: Pla
     return CallEnds(_sides(joint, plan), tuple(outputs))
 
 
-def _whole(call: Call, plan: Plan) -> Made:
+def _whole(call: Call, plan: Plan) -> Lowering:
     """Every rank runs the whole model."""
     home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
-    lower = lambda: lowered_whole(home, cut.joint, plan)
-    call.lowered = ours = collectively(home.mesh, lower, what="lowering a plan")
+    groups_for(home.mesh, axes_in(plan))  # all ranks make them together
     given = _sides(cut.joint, plan), spec, rank
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 
-    def compiled(backend: str) -> CallProgram:
-        if len(ours) > 1:
-            device = local_device(home.mesh)
-            return program_in_pieces(ours, *given, device, backend, home.observers, around)
-        backward = ours[0].phases.backward
-        code = PhaseCode(ours[0], backend)
-        if backward is not None:
-            code.backward(usually_missing(backward))
-        return Program(code, *given, home.observers, around)
+    def lower() -> Callable[[str], CallProgram]:
+        call.lowered = ours = lowered_whole(home, cut.joint, plan)
 
-    return compiled
+        def compiled(backend: str) -> CallProgram:
+            if len(ours) > 1:
+                device = local_device(home.mesh)
+                return program_in_pieces(ours, *given, device, backend, home.observers, around)
+            backward = ours[0].phases.backward
+            code = PhaseCode(ours[0], backend)
+            if backward is not None:
+                code.backward(usually_missing(backward))
+            return Program(code, *given, home.observers, around)
+
+        return compiled
+
+    return lower
 
 
 def lowered_whole(home: Home, joint: JointGraph, plan: Plan) -> list[RankProgram]:
@@ -146,7 +166,7 @@ def lowered_whole(home: Home, joint: JointGraph, plan: Plan) -> list[RankProgram
     return programs
 
 
-def _staged(call: Call, plan: PipelinePlan) -> Made:
+def _staged(call: Call, plan: PipelinePlan) -> Lowering:
     """The ranks along an axis of the mesh run stages."""
     home, cut = call.home, call.cut(plan)
     # Of the collectives of all stages, alike on every rank.
@@ -155,17 +175,18 @@ def _staged(call: Call, plan: PipelinePlan) -> Made:
     own = home.mesh.get_local_rank(plan.axis)
     ends = _pipeline_ends(home.mesh, cut.joint, plan, graphs)
 
-    def lower() -> list[StageOnRank]:
-        return [
+    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
+
+    def lower() -> Callable[[str], CallProgram]:
+        ours = [
             StageOnRank(graph, tuple(_programs(stage, graph.joint, ends.spec, ends.rank, groups)))
             for graph, stage in zip(graphs, plan.stages, strict=True)
             if graph.stage % plan.ranks == own
         ]
+        given = ends, ours, len(graphs), plan.schedule
+        return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
 
-    ours = collectively(home.mesh, lower, what="lowering a plan")
-    given = ends, ours, len(graphs), plan.schedule
-    around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
-    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
+    return lower
 
 
 def _pipeline_ends(

@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.answer import Listener
@@ -16,12 +18,22 @@ from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.plan_cache import BEST, Candidate, cached_candidates, cached_search
+from autoshard.plan.plan_cache import (
+    BEST,
+    Candidate,
+    cached_candidates,
+    cached_search,
+    kept_plan,
+    plan_path,
+)
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.progress import Say
 from autoshard.refine.refine import Refined, may_refine, refined_plan
+from autoshard.refine.rounds import ROUGH_GAP
+from autoshard.refine.time_work import TimedStore, store_of
+from autoshard.watching.agreement import collectively, from_first
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
@@ -52,6 +64,13 @@ class Settings:
     refine: str = "off"
     gap: float = 0.01
     batch: str = "global"
+    tune: str = "first"
+
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether the first step comes before the plan is the best that can be found. A race is before all steps, and
+        parameters do not go from some stages to others."""
+        return self.tune != "first" and self.race < 2 and self.stages is None
 
     def described(self) -> dict[str, str]:
         """By argument, what all ranks must have given alike."""
@@ -62,6 +81,9 @@ class Settings:
             "profile": "measured" if self.profile is None else self.profile.hash(),
         }
 
+
+QUICK_SECONDS = 2.0
+"""Of search before the first step."""
 
 Found = list[Candidate]
 """The search's own plan, and those that are to race it: none where there is no race."""
@@ -78,30 +100,66 @@ class Planner:
     mesh: DeviceMesh
     spec: MeshSpec
     settings: Settings
-    say: Say
+    say: Say = lambda words: None
 
     def refined(self, captured: Captured, layouts: CallLayouts) -> Refined | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
         s = self.settings
         if s.refine == "off" or s.plan is not None or not self._may_refine:
             return None
-        return refined_plan(self.mesh, self._task(captured, layouts, s.pins), self._division)
+        return refined_plan(self.mesh, self.task(captured, layouts, s.pins), self.division)
 
     def first(self, captured: Captured, layouts: CallLayouts, refined: Refined | None) -> Found:
         """The plan of the first kind of call; several where they are to race."""
         s = self.settings
         if s.race < 2 or self.spec.device_count == 1:
             return _alone(self._plan(captured, layouts) if refined is None else refined.plan)
-        task = self._task(captured, layouts, s.pins)
+        task = self.task(captured, layouts, s.pins)
         if refined is not None:
             task = replace(task, timed=refined.timed, pace=pace_of(refined.plan.rehearsed))
-            return racers(refined.plan, task, self._division, s.race)
+            return racers(refined.plan, task, self.division, s.race)
         deadline = task.within(s.time_limit)
-        if self._division != WHOLE:
-            best = self._division.fastest(task, deadline, cached_search)
-            return racers(best, task, self._division, s.race)
+        if self.division != WHOLE:
+            best = self.division.fastest(task, deadline, cached_search)
+            return racers(best, task, self.division, s.race)
         whole = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
         return fitting(captured, s.memory_limit, whole, deadline)
+
+    def quick(
+        self, captured: Captured, layouts: CallLayouts, store: TimedStore | None
+    ) -> tuple[Plan, bool, int]:
+        """Rank 0's plan of the first kind of call, soon; whether it is what an earlier start ended with; and rank 0's
+        seed."""
+        mine: list[Plan] = []
+
+        def find() -> tuple[Any, bool, int]:
+            plan, tuned = self._quick(captured, layouts, store)
+            mine.append(plan)
+            return plan.to_json(), tuned, torch.initial_seed()
+
+        data, tuned, seed = from_first(self.mesh, find, what="the plan")
+        read = lambda: mine[0] if mine else Plan.from_json(data)
+        return collectively(self.mesh, read, what="the plan read"), tuned, seed
+
+    def _quick(self, captured: Captured, layouts: CallLayouts, store: TimedStore | None) -> tuple[Plan, bool]:
+        s = self.settings
+        if s.plan is not None:
+            return self._plan(captured, layouts), True
+        task = self.task(captured, layouts, s.pins)
+        timed = None if store is None else store.read().if_any()
+        tuned = kept_plan(tuned_path(task), replace(task, timed=timed))
+        if tuned is not None:
+            return tuned, True
+        search = lambda own, until: kept_plan(plan_path(own), own) or search_plan(own, until)
+        rough = Listener(lambda answer: answer.gap > ROUGH_GAP)
+        return self.division.fastest(
+            task, Deadline.after(min(QUICK_SECONDS, s.time_limit), rough), search
+        ), False
+
+    def store(self) -> TimedStore | None:
+        """Where kernels and collectives are timed, their times. All ranks together."""
+        refines = self.settings.refine != "off" and self._may_refine
+        return store_of(self.mesh, self.settings.backend) if refines else None
 
     @property
     def may_rehearse(self) -> bool:
@@ -118,7 +176,7 @@ class Planner:
         self, captured: Captured, layouts: CallLayouts, first: Plan, held: Mapping[str, Layout]
     ) -> Found:
         """The plan of another kind of call: the layouts there are or, if they do not fit, a search with `held`."""
-        task = self._task(captured, layouts, held)
+        task = self.task(captured, layouts, held)
         if isinstance(first, PipelinePlan):
             return _alone(carried_stages(task, first))
 
@@ -147,18 +205,23 @@ class Planner:
             check_again(s.plan, s.recompute, graph)
             check_outputs(s.plan, layouts.outputs)
             return s.plan
-        task = self._task(captured, layouts, s.pins)
-        return self._division.fastest(task, task.within(s.time_limit), cached_search)
+        task = self.task(captured, layouts, s.pins)
+        return self.division.fastest(task, task.within(s.time_limit), cached_search)
 
     @property
-    def _division(self) -> Division:
+    def division(self) -> Division:
         s = self.settings
         return Division(s.micro_batches, s.stages, s.schedule)
 
-    def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
+    def task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
         task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute, gap=s.gap)
         task = replace(task, watch=lambda: Listener(lambda answer: self.say(answer.words)))
         return task if s.optimizer is None else replace(task, optimizer=s.optimizer)
+
+
+def tuned_path(task: Task) -> Path:
+    """The file of the plan that tuning ended with."""
+    return plan_path(task, "tuned")

@@ -26,9 +26,8 @@ from autoshard.plan.task import CallLayouts
 from autoshard.planning import canonical_capture
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.executable import Executable, Programs, SeedStream
+from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
 from autoshard.runtime.observe import Observer, StageClock
@@ -36,11 +35,11 @@ from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.process_groups import local_device
-from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
 from autoshard.runtime.sized_calls import SizedCall, SizedCalls
 from autoshard.runtime.sized_programs import counts_no_rows
-from autoshard.version import __version__
+from autoshard.runtime.starting import fingerprint_of, started
+from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import (
     CheckCalls,
@@ -55,9 +54,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
-from passes.ir.joint import JointGraph
-from passes.plan.describe import graph_hash
-from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -81,6 +77,8 @@ class Session:
         self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
+        self.copied = False  # copies are averaged with the model, and have its layouts
+        self.tunings: list[Tuning] = []
         self._sized = SizedCalls()
         self.watch = watch_of(mesh)
 
@@ -133,47 +131,26 @@ class Session:
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
-        fingerprint = self._fingerprint(captured.joint, whole)
+        fingerprint = fingerprint_of(self.settings, captured.joint, whole)
         agree(self.mesh, fingerprint)
-        with self.stages("finding a plan", fingerprint) as say:
-            planner = Planner(self.mesh, self.spec, self._with_optimizer(), say)
-            refined = planner.refined(captured, layouts) if self.plan is None else None
-            found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        plan, made = race(making, found)
-        if self.plan is None and planner.may_rehearse and is_to_rehearse(plan, self.settings.time_limit):
-            with self.stages("rehearsing the plan", fingerprint):
-                plan, made = rehearsed(making, plan, made)
-            if refined is not None and plan.rehearsed is not None:
-                refined.keep(plan)  # for the next start
-        programs = Programs(made, self.settings.backend, at_once=self.plan is None)
-        self._settle(plan)
-        captured = making.cut(plan)
-        guards = Guards(self.model, captured.reads)
+        programs = started(self, self._planner, making, fingerprint)
+        plan, captured = programs.running.plan, programs.running.captured
         may_be_sized = sized is not None and counts_no_rows(plan)
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
             self._sized.add_program(making, sized, plan)
-        return self._executable(whole, captured, key, plan, making.ends(plan), programs, guards)
+        return self._executable(whole, programs, key, Guards(self.model, captured.reads))
 
-    def _executable(
-        self,
-        whole: GlobalCall,
-        captured: Captured,
-        key: CallKey,
-        plan: Plan,
-        ends: CallEnds,
-        programs: Programs,
-        guards: Guards,
-    ) -> Executable:
+    def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
+        plan, captured = programs.running.plan, programs.running.captured
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
         staged = isinstance(plan, PipelinePlan)
         buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
         check = CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers))
-        captured = replace(captured, call=replace(captured.call, key=key))
-        return Executable(self, captured, ends, programs, guards, check)
+        return Executable(self, replace(captured.call, key=key), programs, guards, check)
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
@@ -187,10 +164,11 @@ class Session:
         ready = self._sized.ready(self, whole)
         if ready is None or whole is None:
             return None
-        self._settle(ready.plan)
+        self.settle(ready.plan)
         key = flatten_call(args, kwargs)[1]
-        programs = Programs(ready.made, self.settings.backend, at_once=False)
-        return self._executable(whole, ready.captured, key, ready.plan, ready.ends, programs, ready.guards)
+        running, backend = ready.running(), self.settings.backend
+        programs = MadeAhead(running, None if backend == "eager" else lambda: ready.made(backend))
+        return self._executable(whole, programs, key, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
@@ -214,17 +192,7 @@ class Session:
             return whole, capture(answers=answers), None
         return whole, *self._sized.captured(self.model, whole, capture)
 
-    def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
-        return {
-            "torch": torch.__version__,
-            "autoshard": __version__,
-            "inputs": str(whole.shapes),
-            "model and its code (canonical graph)": graph_hash(joint),
-            "rules (register_rule)": hashlib.sha256(str(users_rules(joint.graph)).encode()).hexdigest()[:8],
-            **self.settings.described(),
-        }
-
-    def _planned(
+    def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None
     ) -> Found:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
@@ -244,18 +212,32 @@ class Session:
             self.seeds.start(seed)
         read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
-        plan = found[0].plan
-        replicated = fallback_lines(plan.stages)
-        if replicated:
-            _log.warning("%s", "\n".join(replicated))
+        self.tell_fallbacks(found[0].plan)
         return found
 
-    def _with_optimizer(self) -> Settings:
+    def tell_fallbacks(self, plan: Plan) -> None:
+        if replicated := fallback_lines(plan.stages):
+            _log.warning("%s", "\n".join(replicated))
+
+    def replanned(self, call: Call) -> Plan:
+        return self.planned(self._planner, call.whole, call.layouts, None)[0].plan
+
+    def exchanged(self, plan: Plan) -> None:
+        self._adopt(plan)
+        for tuning in self.tunings:
+            tuning.stale = tuning.running.plan is not plan
+        self._sized.forget_programs()  # which are for the layouts before
+        dispatcher = dispatcher_of(self.model)
+        for known in () if dispatcher is None else dispatcher.executables.values():
+            known[:] = [one for one in known if isinstance(one, Executable) and one.moves]
+
+    @property
+    def _planner(self) -> Planner:
         """The optimizer counts that is there, if the user named none."""
-        if self.settings.optimizer is not None:
-            return self.settings
-        live = next(optimizers_of(self.model), None)
-        return self.settings if live is None else replace(self.settings, optimizer=optimizer_name(live))
+        settings, live = self.settings, next(optimizers_of(self.model), None)
+        if settings.optimizer is None and live is not None:
+            settings = replace(settings, optimizer=optimizer_name(live))
+        return Planner(self.mesh, self.spec, settings)
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """The prices of the program's kernels and collectives under `profile`, or the session's own."""
@@ -267,7 +249,7 @@ class Session:
         assert self.settings.profile is not None
         return self.settings.profile
 
-    def _settle(self, plan: Plan) -> None:
+    def settle(self, plan: Plan) -> None:
         """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""
         if self.plan is None:
             copies = [c for c in self._copies.everywhere(self.mesh) if c.plan is None]
@@ -281,8 +263,11 @@ class Session:
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             place_parameters(self.model, self.mesh, places_of(self.mesh, plan))
         if self.plan is None:
-            self.plan = plan
-            self.model.autoshard_plan = plan  # type: ignore[assignment]
+            self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model.autoshard_plan = plan  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """The session of a copied model: parameters and stream of seeds of its own, the plan of this one.
@@ -292,6 +277,7 @@ class Session:
         twin = Session(copy.deepcopy(self.model, memo), self.mesh, self.spec, self.settings)
         memo[id(self)] = twin
         twin.plan, twin.seeds = self.plan, self.seeds.copied()
+        self.copied = twin.copied = True
         if self.plan is None:
             self._copies.add(twin)
         return twin

@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
 from autoshard.runtime.call_program import Around, CallProgram, Checks
-from autoshard.runtime.executable import Home
+from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call
@@ -144,6 +144,9 @@ class Ready:
         program = f"program {self.program.number} for sizes {self.values}"
         return kind_text(self.home.model, shown, self.captured.joint, program)
 
+    def running(self) -> Running:
+        return Running(self.captured, self.ends, self.made("eager"), self.plan)
+
     def made(self, backend: str) -> CallProgram:
         """Op by op at once; compiled for these sizes alone by another backend, on all ranks together."""
         home, code = self.home, self._code
@@ -174,6 +177,13 @@ class SizedCalls:
     def has_programs(self) -> bool:
         """The same on all ranks."""
         return self._programs > 0
+
+    def forget_programs(self) -> None:
+        """Their graphs stay."""
+        for kind in self._kinds.values():
+            for sized in kind.sized:
+                sized.programs.clear()
+        self._programs = 0
 
     def add_program(self, call: Call, sized: SizedCall, plan: Plan) -> None:
         """One for calls like that of `plan`, if there can be one. All ranks come here together."""

@@ -130,6 +130,7 @@ def planned(
         backend=race.backend,
         time_limit=time_limit,
         race=raced,
+        tune="first",
     )
     return Runner(model, model, batch, plan=model.autoshard_plan)  # type: ignore[arg-type]
 

@@ -101,6 +101,7 @@ def planned(contest: Contest, constraints: Constraints | None = None) -> Contest
         constraints=constraints,
         backend=contest.backend,
         time_limit=60.0,
+        tune="first",
     )
     plan: Plan = model.autoshard_plan  # type: ignore[assignment]
     return Contestant(model, model, x, contest.part(GRAD_SEED), plan=plan)

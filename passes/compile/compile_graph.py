@@ -22,16 +22,14 @@ from passes.ir.op_traits import is_collective, is_view
 from passes.ir.sized_graph import take_numbers
 from passes.ir.torch_compat import (
     boxed_forward,
-    compile_with_inductor,
     compiler_names,
     fake_mode_of,
     fresh_fakes,
-    inductor_graph_order,
     lookup_compiler,
-    lower_as_collectives,
     no_fake_mode,
     torch_deprecations_ignored,
 )
+from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order, lower_as_collectives
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan, verify
 from autoshard.planning import canonical_capture
-from passes.ir.torch_compat import compile_with_inductor
+from passes.ir.torch_inductor import compile_with_inductor
 from tests.company.run_examples import example
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local

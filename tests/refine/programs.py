@@ -69,7 +69,9 @@ def refined(
     with steadily_timed(folder) as (patch, counts):
         if not searches:
             patch.setattr(rounds, "search_plan", lambda *given, **named: pytest.fail("searched again"))
-        whole = autoshard(model(), mesh(), (x,), profile=measured(), backend="eager", refine=refine)
+        whole = autoshard(
+            model(), mesh(), (x,), profile=measured(), tune="first", backend="eager", refine=refine
+        )
         files = sorted(path.name.partition("-")[0] for path in (Path(folder) / "autoshard").glob("timed-*"))
     return replace(whole.autoshard_plan, again=None), sum(counts), whole(x).detach(), files  # type: ignore[type-var]
 
@@ -93,7 +95,7 @@ def raced(rank: int, folder: str) -> list[bool]:
 
     with steadily_timed(folder) as (patch, _):
         patch.setattr("autoshard.plan.division.cached_candidates", noted)
-        autoshard(model(), mesh(), (given(),), profile=measured(), backend="eager", race=2)
+        autoshard(model(), mesh(), (given(),), profile=measured(), tune="first", backend="eager", race=2)
     return known
 
 
@@ -116,7 +118,9 @@ def refined_in_parts(rank: int, folder: str, division: Any) -> tuple[Any, str, i
         patch.setattr(
             "autoshard.refine.refine.DividedRounds", partial(DividedRounds, budget=lambda *_: 1000.0)
         )
-        whole = autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager", **division)
+        whole = autoshard(
+            WithLoss(), mesh(), (given(),), profile=measured(), tune="first", backend="eager", **division
+        )
     plan = whole.autoshard_plan
     return plan.origin, plan.fingerprint, sum(counts), whole(given()).detach()  # type: ignore[union-attr, return-value]
 

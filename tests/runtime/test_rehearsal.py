@@ -58,7 +58,7 @@ def rehearsed(rank: int, folder: str, seconds: float | None, room: bool, **optio
         own.setattr(RaceEntry, "free", freed)
         if not room:
             own.setattr(Track, "room", lambda track, limit: 1)
-        whole = autoshard(model, mesh(), (x,), profile=measured(), backend="eager", **options)
+        whole = autoshard(model, mesh(), (x,), profile=measured(), tune="first", backend="eager", **options)
     plan = whole.autoshard_plan
     torch.testing.assert_close(whole(x).detach(), trained_alone())
     known = plan.rehearsed
@@ -159,7 +159,7 @@ def test_pieces_and_stages_are_rehearsed_once(
 
 def failed(rank: int, folder: str) -> None:
     with steadily_timed(folder), third_step_fails(rank):
-        autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager")
+        autoshard(WithLoss(), mesh(), (given(),), profile=measured(), tune="first", backend="eager")
 
 
 def test_a_rank_that_fails_ends_the_others(ranks: RankPool, refined: Path) -> None:
@@ -179,7 +179,7 @@ def without_memory(rank: int, folder: str) -> tuple[bool, Tensor]:
 
     with steadily_timed(folder), pytest.MonkeyPatch.context() as own:
         own.setattr(RaceEntry, "copies", copies)
-        whole = autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager")
+        whole = autoshard(WithLoss(), mesh(), (given(),), profile=measured(), tune="first", backend="eager")
     return whole.autoshard_plan.rehearsed is None, whole(given()).detach()  # type: ignore[union-attr]
 
 

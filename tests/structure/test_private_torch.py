@@ -7,7 +7,8 @@ import pytest
 from tests.structure.private_torch import private_torch_uses
 from tests.structure.source_tree import PACKAGES, modules, relative
 
-HOMES = tuple(f"passes/ir/torch_{name}.py" for name in ("compat", "dispatch", "dtensor", "sizes", "tracing"))
+NAMES = ("compat", "dispatch", "dtensor", "inductor", "sizes", "tracing")
+HOMES = tuple(f"passes/ir/torch_{name}.py" for name in NAMES)
 
 
 def test_private_torch_apis_are_used_at_home_only() -> None:

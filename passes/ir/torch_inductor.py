@@ -1,0 +1,101 @@
+"""Every use of a private API of Inductor, one small function each. Supported: torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+def compile_with_inductor(
+    module: Any, examples: Sequence[torch.Tensor], last: Callable[[Any], None]
+) -> tuple[Callable[[list[Any]], Any], str]:
+    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes,
+    and the text of that code ("" if it has none).
+
+    `compile_fx` wraps that code in functions with `*args`, which keep every input alive to the end: a
+    backward would hold all saved tensors at once. The code itself is taken where the wrappers do
+    nothing but pass results through, which its number of results tells. `compile_fx` with
+    `inner_compile` since torch 2.0; AOT autograd's own cache would skip `inner_compile`, hence off
+    (Inductor's stays on).
+
+    last: changes in place the graph that Inductor lowers, which has as many results as `module`.
+
+    What was compiled before is read from Inductor's cache, whose keys know of its own lowerings alone, hence the tag
+    (`torch.compiler.config` since 2.7).
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    made: list[Any] = []
+    results: list[int] = []
+    expected = len(module.graph.output_node().args[0])
+
+    def inner(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        output = graph.graph.output_node()
+        results.append(len(output.args[0]))
+        if results[-1] == expected:
+            last(graph)
+        made.append(compile_fx_inner(graph, inputs, **kwargs))
+        return made[-1]
+
+    # An op of `torch.library.triton_op` runs as it is: it may have another kernel for this device.
+    caches: Any = torch.compiler.config
+    tagged = caches.patch(cache_key_tag=inspect.getsource(lower_as_collectives))
+    with tagged, config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
+        wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
+    if results == [expected]:
+        return made[0], getattr(made[0], "source_code", "")
+    return lambda inputs: wrapped(*inputs), ""
+
+
+def compiles_in_process() -> AbstractContextManager[Any]:
+    """Inside, Inductor compiles by itself: in a child the processes that its parent started for it do not answer.
+    `compile_threads` since torch 2.0."""
+    import torch._inductor.config as config
+
+    return config.patch(compile_threads=1)
+
+
+def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> None:
+    """Let Inductor lower `ops` as it does torch's functional collectives.
+
+    ops: name in `torch.ops._c10d_functional` -> the op to treat like it, which has more arguments at
+    the end. All but all_reduce run out of place; all_reduce runs on a copy that fuses with whatever
+    computes its operand. Inductor then keeps the order of collectives as the graph has it, and reuses no
+    buffer in flight. `register_lowering` since torch 2.0, `_CollectiveKernel` since 2.3.
+    """
+    from torch._inductor import ir, lowering
+
+    def all_reduce(operand: Any, *rest: Any) -> Any:
+        operand = ir.ExternKernel.require_contiguous(lowering.clone(operand))
+        ir._CollectiveKernel.create_inplace(all_reduce_in_place, operand, *rest)
+        return operand
+
+    def out_of_place(op: Any) -> Callable[..., Any]:
+        def lower(operand: Any, *rest: Any) -> Any:
+            operand = ir.ExternKernel.require_contiguous(operand)
+            return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, operand, *rest))
+
+        return lower
+
+    for name, op in ops.items():
+        if op not in lowering.lowerings:
+            lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
+            lower = all_reduce if name == "all_reduce" else out_of_place(op)
+            lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def inductor_graph_order() -> AbstractContextManager[Any]:
+    """Inductor runs ops in the graph's order inside, fused ones at the first of them.
+
+    Its own reorderings (producers to their readers; least peak memory) put every collective right before
+    its wait again, or all of them at the front. Since torch 2.1 and 2.6.
+    """
+    import torch._inductor.config as config
+
+    names = ("reorder_for_locality", "reorder_for_peak_memory")
+    return config.patch({name: False for name in names if hasattr(config, name)})

@@ -1,0 +1,116 @@
+"""A better program takes over between two steps: parameters, gradients and optimizer states go to its layouts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autoshard import is_tuned
+from autoshard.plan.plan_ends import resolve_pins
+from autoshard.plan.task import search_plan
+from autoshard.runtime import starting, tuning
+from autoshard.runtime.beside import Better, Talk
+from autoshard.runtime.making import Call
+from autoshard.runtime.planner import Planner
+from tests.api.programs import assert_close, data, full, parallel, two_linear
+from tests.ranks import RankPool
+
+Pins = dict[str, Any]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+}
+
+
+def pins(axes: int, better: bool) -> Pins:
+    """Replicated; or, along the last axis, columns and then rows."""
+    whole = [Replicate()] * axes
+    cut = lambda dim: [*whole[1:], Shard(dim)]
+    if not better:
+        return {"*": whole}
+    return {"up.weight": cut(0), "up.bias": cut(0), "down.weight": cut(1), "down.bias": whole}
+
+
+def finds(patch: pytest.MonkeyPatch, model: nn.Module, better: Pins) -> None:
+    """The search beside the steps finds a plan with these pins."""
+
+    def search(planner: Planner, call: Call, first: Any, store: Any) -> Callable[[Talk], None]:
+        held = resolve_pins(better, dict(model.named_parameters()), planner.spec)
+        task = planner.task(call.whole, call.layouts, held)
+        return lambda talk: talk.send(Better(search_plan(task).to_json()))
+
+    patch.setattr(starting, "search_beside", search)
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: bool) -> Callable[[int], float]:
+    x, y = (one.double() for one in data())
+
+    def step(number: int) -> float:
+        time.sleep(0.02)  # what is done beside is done after a few steps
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if not accumulated or number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def tuned(rank: int, axes: Any, kind: str, backend: str, accumulated: bool) -> tuple[list[float], Any]:
+    """Losses until some steps after the plan was exchanged, and all values then."""
+    model = two_linear().double()
+    with pytest.MonkeyPatch.context() as patch:
+        finds(patch, model, pins(len(axes), better=True))
+        patch.setattr(tuning, "SLOWER", 1e9)
+        parallel(
+            model, axes, (data()[0].double(),), constraints=pins(len(axes), better=False), backend=backend
+        )
+        held = list(model.parameters())
+        optimizer = OPTIMIZERS[kind](held)
+        step = steps_of(model, optimizer, accumulated)
+        losses = [step(0)]
+        first = model.autoshard_plan
+        while not is_tuned(model) or model.autoshard_plan is first:
+            losses.append(step(len(losses)))
+        losses.extend([step(number) for number in range(len(losses), len(losses) + 5)])
+    assert all(map(is_, held, model.parameters()))
+    assert isinstance(model.up.weight, DTensor)
+    assert list(model.up.weight.placements) == pins(len(axes), better=True)["up.weight"]
+    with torch.no_grad():  # another kind of call, for the new layouts
+        losses.append(F.mse_loss(model(data(6)[0].double()), data(6)[1].double()).item())
+    states = [full(optimizer.state[p]) for p in model.parameters()]
+    return losses, [full(dict(model.named_parameters())), states]
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "backend", "accumulated"),
+    [
+        ((("x", 2),), "adamw", "eager", False),
+        ((("x", 2),), "momentum", "eager", True),
+        pytest.param((("x", 2), ("y", 2)), "adamw", "eager", False, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_are_those_of_one_process(
+    axes: Any, kind: str, backend: str, accumulated: bool, ranks: RankPool
+) -> None:
+    world = 2 ** len(axes)
+    for losses, values in ranks.run(tuned, axes, kind, backend, accumulated, world=world):
+        alone = two_linear().double()
+        optimizer = OPTIMIZERS[kind](alone.parameters())
+        step = steps_of(alone, optimizer, accumulated)
+        wanted = [step(number) for number in range(len(losses) - 1)]
+        with torch.no_grad():
+            wanted.append(F.mse_loss(alone(data(6)[0].double()), data(6)[1].double()).item())
+        assert_close(losses, wanted, 1e-12)
+        states = [full(optimizer.state[p]) for p in alone.parameters()]
+        assert_close(values, [full(dict(alone.named_parameters())), states], 1e-12)
