@@ -94,6 +94,7 @@ class Correcting:
     judged: list[States] = field(default_factory=list)
     tight: bool = False
     bound: float = 0.0
+    shrunk: int = 0
 
     @cached_property
     def offered(self) -> OfferedStates:
@@ -129,6 +130,9 @@ class Correcting:
             if found is None or not patience:
                 return
             room = self.limit - self.reserve(found)
+            if self.best is None:  # as it is counted it fits, and its program does not
+                over = self.needs(found) - self.limit
+                room, self.shrunk = room - self.shrunk - over, self.shrunk + over
 
     @property
     def _seconds(self) -> float:

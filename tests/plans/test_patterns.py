@@ -89,7 +89,7 @@ def test_memory_limit_shards_what_was_replicated() -> None:
     plan = find_plan(model, mesh, data, profile=prices, memory_limit=limit)
     assert (Replicate(),) not in plan.parameters.values()
     assert plan.peak_memory <= limit
-    assert plan.planned.again  # what silu makes is computed again besides
+    assert plan.step_time <= 1.04 * free.step_time
 
 
 def test_fully_sharded_pinned() -> None:
