@@ -22,11 +22,13 @@ from passes.states.compute_again import compute_again
 
 _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
-_ROUNDS = 6
+_ROUNDS = 8
 """How often states are chosen, at most."""
 _MORE, _RAISE, _FURTHEST = 1e-3, 1.05, 1.5
 """Where no states fit as counted: share by which the next room is larger than the least that any need, and than the
 room before; and the largest, of the limit."""
+_LESS = 0.02
+"""Share of the limit by which the room is less, at least, where a program does not fit that is counted as one is."""
 _PATIENCE = 2
 """How many programs in a row may be no faster, once one fits."""
 _WORTH = 0.01
@@ -127,12 +129,16 @@ class Correcting:
             found = self._round(room, prove=number > 0)
             if self._seconds < math.inf:
                 patience = _PATIENCE if self._seconds < before * (1.0 - _WORTH) else patience - 1
-            if found is None or not patience:
+            again = found is None and self.best is None and self.shrunk > 0 and self.bound < self.faster
+            if not patience or (found is None and not again):
                 return
-            room = self.limit - self.reserve(found)
-            if self.best is None:  # as it is counted it fits, and its program does not
-                over = self.needs(found) - self.limit
-                room, self.shrunk = room - self.shrunk - over, self.shrunk + over
+            room = room if found is None else self.limit - self.reserve(found) - self.shrunk
+            if (
+                self.best is None and number > 0
+            ):  # counted as a program is, it fitted, and its own program does not
+                over = 0 if found is None else self.needs(found) - self.limit
+                less = max(over, int(_LESS * self.limit))
+                room, self.shrunk = room - less, self.shrunk + less
 
     @property
     def _seconds(self) -> float:
