@@ -77,8 +77,8 @@ class Correcting:
     programs: of a plan, the ways in which it was lowered. needs: bytes of a plan, with what it needs besides. reserve:
     of `StatesWithin`. whole: the fastest plan. faster: than this a plan has to be, in seconds. anyway: of
     `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states at first. judged:
-    states of which there is a program. tight: as it is counted now, nothing fitted. bound: no states that are as they
-    are counted now take less."""
+    states of which there is a program. tight: as it is counted now, nothing fitted. shrunk: bytes less of room, since
+    programs held more. bound: no states that are as they are counted now take less."""
 
     joint: JointGraph
     programs: Callable[[Found], Sequence[Program]]
