@@ -77,8 +77,8 @@ class Correcting:
     programs: of a plan, the ways in which it was lowered. needs: bytes of a plan, with what it needs besides. reserve:
     of `StatesWithin`. whole: the fastest plan. faster: than this a plan has to be, in seconds. anyway: of
     `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states at first. judged:
-    states of which there is a program. tight: as it is counted now, nothing fitted. shrunk: bytes less of room, since
-    programs held more. bound: no states that are as they are counted now take less."""
+    states of which there is a program. tight: as it is counted now, nothing fitted. bound: no states that are as they
+    are counted now take less."""
 
     joint: JointGraph
     programs: Callable[[Found], Sequence[Program]]
@@ -96,7 +96,6 @@ class Correcting:
     judged: list[States] = field(default_factory=list)
     tight: bool = False
     bound: float = 0.0
-    shrunk: int = 0
 
     @cached_property
     def offered(self) -> OfferedStates:
@@ -123,22 +122,21 @@ class Correcting:
         # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
         if room <= 0 or self.joint.in_flight > 1:
             room = self.limit - self.reserve(None)
-        patience = _PATIENCE
+        patience, less = _PATIENCE, 0
         for number in range(_ROUNDS):
             before = self._seconds
-            found = self._round(room, prove=number > 0)
+            found = self._round(room - less, prove=number > 0)
             if self._seconds < math.inf:
                 patience = _PATIENCE if self._seconds < before * (1.0 - _WORTH) else patience - 1
-            again = found is None and self.best is None and self.shrunk > 0 and self.bound < self.faster
+            again = found is None and self.best is None and less > 0 and self.bound < self.faster
             if not patience or (found is None and not again):
                 return
-            room = room if found is None else self.limit - self.reserve(found) - self.shrunk
-            if (
-                self.best is None and number > 0
-            ):  # counted as a program is, it fitted, and its own program does not
+            # Counted as a program is, these fitted, and their own program does not.
+            if self.best is None and number > 0:
                 over = 0 if found is None else self.needs(found) - self.limit
-                less = max(over, int(_LESS * self.limit))
-                room, self.shrunk = room - less, self.shrunk + less
+                less += max(over, int(_LESS * self.limit))
+            if found is not None:
+                room = self.limit - self.reserve(found)
 
     @property
     def _seconds(self) -> float:

@@ -72,9 +72,8 @@ class Beside:
             threading.Thread(target=_worked, args=(work, theirs), daemon=True).start()
             return
         # Not multiprocessing's: a rank that it started as a daemon may have no children of its kind.
-        with (
-            warnings.catch_warnings()
-        ):  # 3.12 warns of forks where there are threads: the child uses none of them
+        with warnings.catch_warnings():
+            # 3.12 warns of forks where there are threads: the child uses none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:

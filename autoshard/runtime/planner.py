@@ -4,11 +4,11 @@ later ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,12 +85,27 @@ class Settings:
 QUICK_SECONDS = 2.0
 """Of search before the first step."""
 
+T = TypeVar("T")
 Found = list[Candidate]
 """The search's own plan, and those that are to race it: none where there is no race."""
 
 
 def _alone(plan: Plan) -> Found:
     return [Candidate(BEST, plan)]
+
+
+def shared_plans(mesh: DeviceMesh, find: Callable[[], tuple[Found, T]]) -> tuple[Found, T, int]:
+    """What rank 0 finds, on all ranks: its plans, what it says of them, and its seed. All ranks together."""
+    mine: list[Found] = []
+
+    def said() -> tuple[Any, T, int]:
+        found, words = find()
+        mine.append(found)
+        return [one.to_json() for one in found], words, torch.initial_seed()
+
+    data, words, seed = from_first(mesh, said, what="the plan")
+    read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
+    return collectively(mesh, read, what="the plan read"), words, seed
 
 
 @dataclass(frozen=True)
@@ -130,16 +145,13 @@ class Planner:
     ) -> tuple[Plan, bool, int]:
         """Rank 0's plan of the first kind of call, soon; whether it is what an earlier start ended with; and rank 0's
         seed."""
-        mine: list[Plan] = []
 
-        def find() -> tuple[Any, bool, int]:
+        def find() -> tuple[Found, bool]:
             plan, tuned = self._quick(captured, layouts, store)
-            mine.append(plan)
-            return plan.to_json(), tuned, torch.initial_seed()
+            return _alone(plan), tuned
 
-        data, tuned, seed = from_first(self.mesh, find, what="the plan")
-        read = lambda: mine[0] if mine else Plan.from_json(data)
-        return collectively(self.mesh, read, what="the plan read"), tuned, seed
+        (one,), tuned, seed = shared_plans(self.mesh, find)
+        return one.plan, tuned, seed
 
     def _quick(self, captured: Captured, layouts: CallLayouts, store: TimedStore | None) -> tuple[Plan, bool]:
         s = self.settings

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
 from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.plan_cache import Candidate
 from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
@@ -33,14 +32,14 @@ from autoshard.runtime.module import Built, Copies, dispatcher_of, same_paramete
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
-from autoshard.runtime.planner import Found, Planner, Settings
+from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
 from autoshard.runtime.sized_calls import SizedCall, SizedCalls
 from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
-from autoshard.watching.agreement import agree, collectively, everyones, from_first
+from autoshard.watching.agreement import agree, collectively, everyones
 from autoshard.watching.check_calls import (
     CheckCalls,
     Replicas,
@@ -196,22 +195,17 @@ class Session:
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None
     ) -> Found:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
-        mine: list[Found] = []
         first = self.plan
         held = {} if isinstance(first, PipelinePlan) else held_layouts(self.model, self.spec)
 
-        def find() -> tuple[Any, int]:
+        def find() -> tuple[Found, None]:
             if first is None:
-                mine.append(planner.first(captured, layouts, refined))
-            else:
-                mine.append(planner.carried(captured, layouts, first, held))
-            return [one.to_json() for one in mine[0]], torch.initial_seed()
+                return planner.first(captured, layouts, refined), None
+            return planner.carried(captured, layouts, first, held), None
 
-        data, seed = from_first(self.mesh, find, what="the plan")
-        if self.plan is None:
+        found, _, seed = shared_plans(self.mesh, find)
+        if first is None:
             self.seeds.start(seed)
-        read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
-        found = collectively(self.mesh, read, what="the plan read")
         self.tell_fallbacks(found[0].plan)
         return found
 

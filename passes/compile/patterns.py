@@ -46,9 +46,8 @@ def matches(pattern: Any, value: Any, bound: Bound) -> Iterator[Bound]:
         if isinstance(value, (list, tuple)):
             yield from _all(pattern, value, bound)
     elif not isinstance(pattern, Pattern) or pattern in bound:
-        if value == (
-            bound[pattern] if isinstance(pattern, Pattern) else pattern
-        ):  # nodes equal themselves alone
+        same = bound[pattern] if isinstance(pattern, Pattern) else pattern
+        if value == same:  # nodes equal themselves alone
             yield bound
     else:
         for found in _called(pattern, value, bound):

@@ -60,8 +60,7 @@ are no better end it, and by what share of its step they may take longer by the 
 class Agreed:
     """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan has
     less under them. rivals: what else was judged, the fastest first, each under an overlap that makes its objective its
-    timeline; the bound is the same. own: the overlap by which the plan's objective is its timeline, however large the
-    problem is."""
+    timeline; the bound is the same."""
 
     assignment: Assignment
     choice: tuple[int, ...]
@@ -69,16 +68,13 @@ class Agreed:
     lower_bound: float
     status: str
     overlaps: tuple[PhaseOverlap, ...]
-    own: tuple[PhaseOverlap, ...]
     rivals: tuple[Agreed, ...] = ()
 
 
 def _rival(judged: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float) -> Agreed:
     """With a bound that another plan was found under."""
     seconds = judged.counted(overlaps)
-    return Agreed(
-        judged.assignment, judged.choice, seconds, min(bound, seconds), "feasible", overlaps, overlaps
-    )
+    return Agreed(judged.assignment, judged.choice, seconds, min(bound, seconds), "feasible", overlaps)
 
 
 def first_overlaps(efficiency: float) -> tuple[PhaseOverlap, PhaseOverlap]:
@@ -107,7 +103,7 @@ def agreed(
     found = RivalChoices(space, lambda: seconds_left(deadline)).solve(overlaps, start.choice(space), gap)
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
-    return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
+    return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps)
 
 
 def _inner(gap: float) -> float:
@@ -213,8 +209,7 @@ class _Search:
         seconds = judged.counted(overlaps)
         bound = _bound(bound if ended else bound * (1.0 - AGREES), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
-        own = judged.corrected(overlaps)
-        return Agreed(judged.assignment, judged.choice, seconds, bound, status, overlaps, own)
+        return Agreed(judged.assignment, judged.choice, seconds, bound, status, overlaps)
 
     def _others(self, best: JudgedChoice, agreed: Agreed) -> tuple[Agreed, ...]:
         others = [one for one in self.judging.known.values() if one is not best]

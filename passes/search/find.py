@@ -39,8 +39,7 @@ class Found:
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
     fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
     bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`).
-    rivals: what else the search found and judged, the fastest first. counted_nbytes: the peak as the search counts it,
-    where `peak_nbytes` is that of the program."""
+    rivals: what else the search found and judged, the fastest first."""
 
     assignment: Assignment
     seconds: float
@@ -53,7 +52,6 @@ class Found:
     overlaps: tuple[PhaseOverlap, ...]
     joined: JoinedAxes = ()
     rivals: tuple[Found, ...] = ()
-    counted_nbytes: int = 0
     most_gain: float | None = None
 
 
@@ -113,7 +111,6 @@ def _found(agreed: Agreed, space: SearchSpace, joint: JointGraph, prices: Prices
         peak_node=order[min(step, len(order) - 1)].name,
         step=space.step,
         overlaps=agreed.overlaps,
-        counted_nbytes=int(peak),
         most_gain=None if space.alone is None else space.alone.most_gain,
         joined=prices.joined,
         rivals=tuple(_found(rival, space, joint, prices) for rival in agreed.rivals),
