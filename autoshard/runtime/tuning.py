@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from autoshard.cache_files import is_marked, mark
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_words import plan_words
 from autoshard.progress import tell
@@ -21,6 +20,7 @@ from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.making import Call, Lowered, Lowering, places_of
 from autoshard.runtime.moving import Holdings
 from autoshard.watching.agreement import everyones
+from cost_model.cache_files import remember, remembered
 from cost_model.errors import AutoshardError, RankError
 from cost_model.memory import format_seconds
 
@@ -187,7 +187,7 @@ class Tuning:
         before = self.running
         program = (target.made or call.made(plan))(home.settings.backend)
         self.running = call.running(plan, program)
-        mark(*_program(home, plan, call.kind))
+        remember(*_program(home, plan, call.kind))
         self._move(before.plan)
         self._before = None if target.is_back else (before, seconds)
         self._since = self._calls
@@ -251,7 +251,7 @@ class _Target:
 
 def was_compiled(home: Home, plan: Plan, kind: str) -> bool:
     """Whether the programs of a kind of call are in the compiler's cache, of an earlier start. All ranks together."""
-    mine = home.settings.backend == "eager" or is_marked(*_program(home, plan, kind))
+    mine = home.settings.backend == "eager" or remembered(*_program(home, plan, kind)) is not None
     return all(everyones(home.mesh, mine, what="whether the plan was compiled before"))
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
+
+from cost_model.cache_files import remember, remembered
 
 
 def compile_with_inductor(
     module: Any, examples: Sequence[torch.Tensor], last: Callable[[Any], None]
-) -> tuple[Callable[[list[Any]], Any], str]:
-    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes,
-    and the text of that code ("" if it has none).
+) -> tuple[Callable[[list[Any]], Any], str, str | None]:
+    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes, the text of that
+    code ("" if it has none), and its key in Inductor's cache (None: it is not there).
 
     `compile_fx` wraps that code in functions with `*args`, which keep every input alive to the end: a
     backward would hold all saved tensors at once. The code itself is taken where the wrappers do
@@ -30,6 +35,7 @@ def compile_with_inductor(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    probe_vectors()
     made: list[Any] = []
     results: list[int] = []
     expected = len(module.graph.output_node().args[0])
@@ -48,8 +54,63 @@ def compile_with_inductor(
     with tagged, config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:
-        return made[0], getattr(made[0], "source_code", "")
-    return lambda inputs: wrapped(*inputs), ""
+        return made[0], getattr(made[0], "source_code", ""), getattr(made[0], "_fx_graph_cache_key", None)
+    return lambda inputs: wrapped(*inputs), "", None
+
+
+def inductor_settings() -> str:
+    """A hash of what decides Inductor's code beside the graph: its settings, torch's, and their source. It is the key
+    of a graph without ops (`compiled_fx_graph_hash` since torch 2.5)."""
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    graph = torch.fx.Graph()
+    graph.output(())
+    return compiled_fx_graph_hash(torch.fx.GraphModule(torch.nn.Module(), graph), [], {}, [])[0]
+
+
+def load_inductor_code(key: str) -> Callable[[list[Any]], Any] | None:
+    """What `compile_with_inductor` made, from Inductor's cache by its key; None where it is not there any more.
+
+    As AOT autograd loads what it compiled before (`FxGraphCacheLoadable`, since torch 2.8).
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    probe_vectors()
+    constants = CompiledFxGraphConstants()
+    options: Any = {"cudagraphs": BoxedBool(config.triton.cudagraphs), "is_backward": False}
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        found, _ = FxGraphCache.load_with_key(key, [], [], True, None, False, constants)
+        if found is not None:
+            found.post_compile([], constants, options)
+    return found
+
+
+@cache
+def probe_vectors() -> None:
+    """Inductor asks in every process which vector instructions work here, by processes of its own that take a second;
+    what they answered before holds for the same compiler, torch and CPU. `VecISA.check_build` since torch 2.4."""
+    from torch._inductor import cpu_vec_isa as vectors
+
+    with suppress(AttributeError):
+        ask = vectors.VecISA.check_build
+        here = vectors._get_isa_dry_compile_fingerprint(" ".join(vectors.x86_isa_checker()))
+
+        def asked(isa: Any, code: str) -> bool:
+            question = "vectors", here, platform.machine(), isa, isa.build_arch_flags(), code
+            if remembered(*question) is None:
+                if not ask(isa, code):
+                    return False  # for now: it may have been a time-out
+                remember(*question)
+            return True
+
+        with patch.object(vectors.VecISA, "check_build", asked):
+            vectors.valid_vec_isa_list()
 
 
 def compiles_in_process() -> AbstractContextManager[Any]:
