@@ -39,7 +39,9 @@ def _is_known(node: fx.Node) -> bool:
 
 def _values(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
-    return [one for one in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(one, Tensor)]
+    return [
+        one for one in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(one, Tensor)
+    ]
 
 
 def _lines(module: fx.GraphModule) -> Iterator[str]:

@@ -68,6 +68,14 @@ def inductor_settings() -> str:
     return compiled_fx_graph_hash(torch.fx.GraphModule(torch.nn.Module(), graph), [], {}, [])[0]
 
 
+def warm_inductor() -> None:
+    """Imports, and reads, all that comes before a first graph."""
+    import torch._inductor.compile_fx
+    import torch.utils.cpp_extension  # noqa: F401
+
+    inductor_settings()
+
+
 def load_inductor_code(key: str) -> Callable[[list[Any]], Any] | None:
     """What `compile_with_inductor` made, from Inductor's cache by its key; None where it is not there any more.
 
