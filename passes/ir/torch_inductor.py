@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -59,13 +59,14 @@ def compile_with_inductor(
 
 
 def inductor_settings() -> str:
-    """A hash of what decides Inductor's code beside the graph: its settings, torch's, and their source. It is the key
-    of a graph without ops (`compiled_fx_graph_hash` since torch 2.5)."""
+    """A hash of what decides Inductor's code beside the graph: its settings, torch's, threads, and their source. It is
+    the key of a graph without ops (`compiled_fx_graph_hash` since torch 2.5)."""
     from torch._inductor.codecache import compiled_fx_graph_hash
 
     graph = torch.fx.Graph()
     graph.output(())
-    return compiled_fx_graph_hash(torch.fx.GraphModule(torch.nn.Module(), graph), [], {}, [])[0]
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    return compiled_fx_graph_hash(module, [torch.empty(0)], {}, [])[0]  # on the CPU, where threads count
 
 
 def warm_inductor() -> None:
@@ -121,12 +122,16 @@ def probe_vectors() -> None:
             vectors.valid_vec_isa_list()
 
 
-def compiles_in_process() -> AbstractContextManager[Any]:
-    """Inside, Inductor compiles by itself: in a child the processes that its parent started for it do not answer.
-    `compile_threads` since torch 2.0."""
+@contextmanager
+def compiles_in_child() -> Generator[None]:
+    """Inside, in a forked child, torch runs in one thread, as it must there, and Inductor compiles for the parent's:
+    by itself, since the processes that the parent started for it do not answer. `compile_threads` since torch 2.0."""
     import torch._inductor.config as config
 
-    return config.patch(compile_threads=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with config.patch(compile_threads=1), patch.object(torch, "get_num_threads", lambda: threads):
+        yield
 
 
 def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> None:
