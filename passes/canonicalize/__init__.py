@@ -8,6 +8,7 @@ from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeAr
 from passes.canonicalize.permutes import AbsorbPermutes, DropUnitDims, FusePermutes, MatmulToContract
 from passes.canonicalize.push_views import PushViews
 from passes.canonicalize.random_to_uniform import NormalizeCreations, RandomToUniform
+from passes.canonicalize.token_order import TokenOrder
 from passes.canonicalize.remove_noops import DropKeptDims, RemoveDeadCode, RemoveNoops, WriteConjugates
 from passes.ir.autocast_off import autocast_off
 from passes.ir.collector import collector_paused
@@ -29,6 +30,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     PadsToCat(),
     SplitConvolutionBackward(),
     SinkExpands(),
+    TokenOrder(),
     MergeDuplicates(),  # equal flattenings become one node before they are pushed
     # Products with their own dims. Permutes first, so that a dim is met in the order it was flattened.
     MatmulToContract(),

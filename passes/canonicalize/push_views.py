@@ -169,6 +169,26 @@ def _gather(sweep: Sweep, node: fx.Node) -> Flat | None:
     return Flat(emit(node, aten.gather.default, own, at, sweep.fitted(index, picked, node)), picked)
 
 
+def _scatter(sweep: Sweep, node: fx.Node) -> Flat | None:
+    x, dim, index, rows = tensor_at(node), int_at(node, 1), tensor_at(node, 2), tensor_at(node, 3)
+    a, b = shape_of(x), shape_of(index)
+    if shape_of(rows) != b or any(a[d] != b[d] for d in range(len(a)) if d != dim):
+        return None
+    groups = _agreed(sweep, (x, index, rows), dim)
+    picked, at = _with_size(groups, dim, b[dim]), len(flatten(groups[:dim]))
+    own = sweep.fitted(x, _with_size(groups, dim, a[dim]), node)
+    fitted = [sweep.fitted(operand, picked, node) for operand in (index, rows)]
+    return Flat(call_like(node, own, at, *fitted, *node.args[4:]), _with_size(groups, dim, a[dim]))
+
+
+def _topk(sweep: Sweep, node: fx.Node) -> list[Flat]:
+    dim = (int_at(node, 2) if len(node.args) > 2 else -1) % len(shape_of(tensor_at(node)))
+    flat = sweep.whole(tensor_at(node), [dim], node)
+    new = call_like(node, flat.node, node.args[1], flat.span(dim).start, *node.args[3:])
+    items = [emit(node, operator.getitem, new, i) for i in range(2)]
+    return [Flat(item, _with_size(flat.groups, dim, int_at(node, 1))) for item in items]
+
+
 def _split(sweep: Sweep, node: fx.Node) -> list[Flat]:
     sizes, dim = ints_at(node, 1), int_at(node, 2)
     flat = sweep.whole(tensor_at(node), [dim], node)
@@ -222,6 +242,26 @@ def _contract(sweep: Sweep, node: fx.Node) -> Flat:
     return Flat(call_like(node, *fitted, equation), tuple(groups[word] for word in terms[2]))
 
 
+def _routed(sweep: Sweep, node: fx.Node) -> Flat:
+    """Rows and ids agree on finer dims of tokens; matrices are whole."""
+    rows = _ROUTED[node.target]
+    a, b, ids = (tensor_at(node, i) for i in range(3))
+    read = (a, b)[:rows]
+    columns = zip(*(sweep.flat(x).groups[:ids.meta["val"].ndim] for x in (*read, ids)), strict=True)
+    groups = [resolve(found) for found in columns]
+    fitted = [sweep.fitted(x, (*groups, sweep.flat(x).groups[-1].whole), node) for x in read]
+    fitted += [sweep.whole(x, range(len(shape_of(x))), node).node for x in (a, b)[rows:]]
+    new = call_like(node, *fitted, sweep.fitted(ids, groups, node), *node.args[3:])
+    return Flat(new, (*groups, Group((shape_of(node)[-1],)))) if rows == 1 else sweep.flat(new)
+
+
+_ROUTED: dict[Any, int] = {
+    torch.ops.autoshard.routed_mm.default: 1,
+    torch.ops.autoshard.routed_outer.default: 2,
+}
+"""How many of the operands before `ids` have the rows of `ids`."""
+
+
 def _reshaped_next(node: fx.Node) -> bool:
     """Whether a reader of `node`, looking through permutes, is a reshape."""
     return any(
@@ -245,10 +285,14 @@ _TABLE: dict[Any, PushRule] = {
     aten.flip.default: _along(1),
     aten.roll.default: _along(2),
     aten.gather.default: _gather,
+    aten.scatter.src: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.topk.default: _topk,
     aten.split_with_sizes.default: _split,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     torch.ops.autoshard.contract.default: _contract,
+    **dict.fromkeys(_ROUTED, _routed),
 }
 
 

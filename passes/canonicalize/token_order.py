@@ -1,0 +1,287 @@
+"""Rows that a model sorts by expert, put back into the order of their tokens."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
+from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import NO_USES
+from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
+from passes.ir.rewrite import emit, erase_dead, int_at, ints_at, replace, shape_of, tensor_at
+from passes.rules.core.rule_registry import rule_for
+
+aten = torch.ops.aten
+_ROUTED = (torch.ops.autoshard.routed_mm.default, torch.ops.autoshard.routed_outer.default)
+
+
+@dataclass(frozen=True)
+class TokenOrder(GraphPass):
+    """Compute on rows as their tokens come, and not sorted by expert.
+
+        %order: i64[64]   = aten.sort(%ids)[1]                        // %ids: i64[64], 2 experts for each of 32 tokens
+        %token: i64[64]   = aten.floor_divide(%order, 2)
+        %rows: f32[64, 8] = aten.index(%x, [%token])                  // %x: f32[32, 8]
+        %y: f32[64, 4]    = routed_mm(%rows, %w, bucketize(arange(64), %ends, right=True), 0, 6)
+        %back: i64[64]    = aten.index_put(%zeros, [%order], arange(64))
+        %z: f32[64, 4]    = aten.index(%y, [%back])
+        ->
+        %rows: f32[64, 8] = aten.reshape(aten.expand(aten.reshape(%x, [32, 1, 8]), [32, 2, 8]), [64, 8])
+        %z: f32[64, 4]    = routed_mm(%rows, %w, %ids, 0, 6)
+
+    A sort over all tokens wants all of them on every rank. Its order is undone where every op from the sorted rows to
+    the rows put back works row by row, or adds all rows up, as its rule says. That `%ends` are the ends of the sorted
+    groups is tried on numbers: histograms are written in many ways.
+    """
+
+    requires = (ONE_SPELLING, NO_USES)
+    breaks = (NO_DUPLICATES,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        tried: dict[Hashable, bool] = {}
+        for node in list(joint.graph.nodes):
+            if node.target is aten.sort.default and _sorts_ids(node):
+                region = _Region(node, tried)
+                if region.is_row_by_row():
+                    region.rewrite()
+        erase_dead(joint.graph)
+        return joint
+
+
+def _sorts_ids(node: fx.Node) -> bool:
+    ids = node_value(tensor_at(node))
+    return ids.ndim == 1 and not ids.is_floating_point() and not any(node.args[2:])
+
+
+@dataclass
+class _Region:
+    """What is computed in the order of one sort.
+
+    rows:   values in that order -> the dim of the rows, of several results that of each.
+    starts: the nodes that bring values into it -> (kind, the value in the order of tokens, how many rows a token has).
+    ends:   the nodes that put them back, likewise.
+    """
+
+    sort: fx.Node
+    tried: dict[Hashable, bool]
+    rows: dict[fx.Node, int | tuple[int | None, ...]] = field(default_factory=dict)
+    starts: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
+    ends: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> fx.Node:
+        return tensor_at(self.sort)
+
+    @property
+    def length(self) -> int:
+        return shape_of(self.ids)[0]
+
+    def is_row_by_row(self) -> bool:
+        """Whether the order can be undone; finds starts, rows and ends."""
+        order = _result(self.sort, 1)
+        if order is None:
+            return False
+        found = _result(self.sort, 0)
+        if found is not None:
+            self._start(found, self.ids)
+        maps: dict[fx.Node, int] = {order: 1}  # places -> rows a token has
+        back: list[fx.Node] = []
+        for node in order.users:
+            if _divides(node):
+                maps[node] = int_at(node, 1)
+            elif _is_inverse(node, order):
+                back.append(node if node.target is not aten.sort.default else _result(node, 1) or node)
+            elif not _reads_at(node, order):
+                return False
+        if not any(node.target is aten.index.Tensor for places in back for node in places.users):
+            return False
+        return self._all_found(maps, back) and self._spreads()
+
+    def _all_found(self, maps: dict[fx.Node, int], back: list[fx.Node]) -> bool:
+        """Readers of the order, of its tokens and of its inverse bring rows in or put them back."""
+        for places, count in maps.items():
+            for node in places.users:
+                if node in maps or node in back or _is_inverse(node, places):
+                    continue
+                if _looks_up(node, places) and shape_of(tensor_at(node))[0] * count == self.length:
+                    self._start(node, tensor_at(node), count)
+                elif _adds_at(node, places, count == 1) and shape_of(node)[0] * count == self.length:
+                    self.ends[node] = tensor_at(node, 2), count
+                else:
+                    return False
+        for places in back:
+            for node in places.users:
+                if _looks_up(node, places):
+                    self.ends[node] = tensor_at(node), 1
+                elif _adds_at(node, places, unique=True):
+                    self._start(node, tensor_at(node, 2))
+                else:
+                    return False
+        return True
+
+    def _start(self, node: fx.Node, value: fx.Node, count: int = 1) -> None:
+        self.starts[node] = value, count
+        self.rows[node] = 0
+
+    def _spreads(self) -> bool:
+        """Follows the rows to their ends: False where an op does more than work on each, or add up all."""
+        for node in self.sort.graph.nodes:
+            if node in self.ends:
+                if self.rows.get(self.ends[node][0]) != 0:
+                    return False
+            elif node not in self.starts and any(operand in self.rows for operand in node.all_input_nodes):
+                if not self._follows(node):
+                    return False
+        return True
+
+    def _follows(self, node: fx.Node) -> bool:
+        if node.target is operator.getitem:
+            dims = self.rows[tensor_at(node)]
+            return isinstance(dims, tuple) and self._makes(node, dims[int_at(node, 1)])
+        if node.op != "call_function" or not self._ids_are_groups(node):
+            return False
+        rule, operands = rule_for(node), tensor_operands(node)
+        factors = {
+            rule.operands[i][self.rows[operand]] for i, operand in enumerate(operands) if operand in self.rows
+        }
+        if len(factors) != 1 or len(factor := factors.pop()) != 1 or rule.others or factor[0] in rule.whole:
+            return False
+        for i, operand in enumerate(operands):
+            if operand not in self.rows and operand not in self.starts and factor in rule.operands[i]:
+                return False
+        if any(factor[0] in dim for dims in rule.operands_and_results for dim in dims if dim != factor):
+            return False
+        dims = [dims.index(factor) if factor in dims else None for dims in rule.results]
+        if None in dims and factor[0] not in rule.reductions:
+            return False
+        several = isinstance(node.meta["val"], (tuple, list))
+        return self._makes(node, tuple(dims) if several else dims[0])
+
+    def _makes(self, node: fx.Node, dim: int | tuple[int | None, ...] | None) -> bool:
+        if dim is not None:
+            self.rows[node] = dim
+        return True
+
+    def _ids_are_groups(self, node: fx.Node) -> bool:
+        """Whether the groups of a product of sorted rows are those that were sorted; they become its ids then."""
+        if node.target not in _ROUTED or tensor_at(node, 2) in self.rows:
+            return True
+        groups = tensor_at(node, 2)
+        if not _counts_groups(groups, self.sort, int_at(node, 4), self.tried):
+            return False
+        self._start(groups, self.ids)
+        return True
+
+    def rewrite(self) -> None:
+        """Rows go from start to end in the order of tokens; only the nodes that changed it change."""
+        for node, (value, count) in self.starts.items():
+            replace(node, _repeated(node, value, count))
+        for node, (value, count) in self.ends.items():
+            value = self.ends[node][0] if value in node.all_input_nodes else node.all_input_nodes[0]
+            replace(node, _summed(node, value, count))
+
+
+def _repeated(node: fx.Node, value: fx.Node, count: int) -> fx.Node:
+    if count == 1:
+        return value if value.meta["val"].dtype == node.meta["val"].dtype else emit(node, aten._to_copy.default, value)
+    tokens, *rest = shape_of(value)
+    one = emit(node, aten.reshape.default, value, [tokens, 1, *rest])
+    many = emit(node, aten.expand.default, one, [tokens, count, *rest])
+    return emit(node, aten.reshape.default, many, [tokens * count, *rest])
+
+
+def _summed(node: fx.Node, value: fx.Node, count: int) -> fx.Node:
+    if count == 1:
+        return value
+    rows, *rest = shape_of(value)
+    apart = emit(node, aten.reshape.default, value, [rows // count, count, *rest])
+    return emit(node, aten.sum.dim_IntList, apart, [1], False)
+
+
+def _result(node: fx.Node, index: int) -> fx.Node | None:
+    return next((user for user in node.users if user.args[1:] == (index,)), None)
+
+
+def _divides(node: fx.Node) -> bool:
+    return node.target is aten.floor_divide.default and isinstance(node.args[1], int)
+
+
+def _reads_at(node: fx.Node, places: fx.Node) -> bool:
+    return _looks_up(node, places) or _adds_at(node, places, unique=True)
+
+
+def _looks_up(node: fx.Node, places: fx.Node) -> bool:
+    """`value[places]`"""
+    return node.target is aten.index.Tensor and list(node.args[1]) == [places]  # type: ignore[call-overload]
+
+
+def _adds_at(node: fx.Node, places: fx.Node, unique: bool) -> bool:
+    """Rows added up at their places in zeros. unique: no two have one, so that they may be set as well."""
+    if node.target is not aten.index_put.default or list(node.args[1]) != [places]:  # type: ignore[call-overload]
+        return False
+    base, rows = tensor_at(node), tensor_at(node, 2)
+    added = len(node.args) > 3 and bool(node.args[3])
+    zeros = base.target is aten.full.default and base.args[1] == 0
+    return shape_of(rows)[:1] == shape_of(places) and (zeros if added else unique)
+
+
+def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
+    """Places by row: `order.argsort()`, or 0, 1, 2 ... put at the places of `order`."""
+    if node.target is aten.sort.default:
+        return not any(node.args[2:]) and _result(node, 0) is None
+    if not (node.target is aten.index_put.default and _adds_at(node, order, unique=True)):
+        return False
+    counted = tensor_at(node, 2)
+    return counted.target is aten.arange.start_step and counted.args[0] == 0 and counted.args[2:3] in ((), (1,))
+
+
+def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Hashable, bool]) -> bool:
+    """Whether `groups` are the sorted ids, whatever these are: computed for some, most for one expert, none for
+    another."""
+    steps = _steps_from(groups, sort)
+    if steps is None:
+        return False
+    numbers = {node: i for i, node in enumerate([tensor_at(sort), sort, *steps])}
+    look = lambda node: (node.target, map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n])))
+    key = repr((*map(look, steps), shape_of(tensor_at(sort)), experts))
+    if key not in tried:
+        tried[key] = all(
+            torch.equal(_computed(steps, sort, ids)[groups], ids.sort().values)
+            for ids in _tries(shape_of(tensor_at(sort))[0], experts)
+        )
+    return tried[key]
+
+
+def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
+    """The ops from the sorted ids to `groups`, in order; None if they read anything else."""
+    needed, left = set[fx.Node](), [groups]
+    while left:
+        node = left.pop()
+        if node in needed or node in (sort, tensor_at(sort)):
+            continue
+        if node.op != "call_function" or len(needed) > 64:
+            return None
+        needed.add(node)
+        left += node.all_input_nodes
+    return [node for node in sort.graph.nodes if node in needed]
+
+
+def _computed(steps: list[fx.Node], sort: fx.Node, ids: torch.Tensor) -> dict[fx.Node, Any]:
+    values: dict[fx.Node, Any] = {tensor_at(sort): ids, sort: ids.sort(stable=True)}
+    for node in steps:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return values
+
+
+def _tries(length: int, experts: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    yield torch.randint(experts, (length,), generator=generator)
+    yield torch.where(torch.rand(length, generator=generator) < 0.9, experts - 1, 0)
