@@ -14,9 +14,9 @@ from torch.fx.node import map_arg
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_USES
-from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
-from passes.ir.rewrite import emit, erase_dead, int_at, ints_at, replace, shape_of, tensor_at
-from passes.rules.core.rule_registry import rule_for
+from passes.ir.joint import JointGraph, node_value
+from passes.ir.rewrite import emit, erase_dead, int_at, replace, shape_of, tensor_at
+from passes.rules.core.row_wise import rows_through
 
 aten = torch.ops.aten
 _ROUTED = (torch.ops.autoshard.routed_mm.default, torch.ops.autoshard.routed_outer.default)
@@ -147,22 +147,11 @@ class _Region:
             return isinstance(dims, tuple) and self._makes(node, dims[int_at(node, 1)])
         if node.op != "call_function" or not self._ids_are_groups(node):
             return False
-        rule, operands = rule_for(node), tensor_operands(node)
-        factors = {
-            rule.operands[i][self.rows[operand]] for i, operand in enumerate(operands) if operand in self.rows
-        }
-        if len(factors) != 1 or len(factor := factors.pop()) != 1 or rule.others or factor[0] in rule.whole:
+        found = rows_through(node, {n: (dim,) for n, dim in self.rows.items() if isinstance(dim, int)})
+        if found is None:
             return False
-        for i, operand in enumerate(operands):
-            if operand not in self.rows and operand not in self.starts and factor in rule.operands[i]:
-                return False
-        if any(factor[0] in dim for dims in rule.operands_and_results for dim in dims if dim != factor):
-            return False
-        dims = [dims.index(factor) if factor in dims else None for dims in rule.results]
-        if None in dims and factor[0] not in rule.reductions:
-            return False
-        several = isinstance(node.meta["val"], (tuple, list))
-        return self._makes(node, tuple(dims) if several else dims[0])
+        dims = tuple(None if rows is None else rows[0] for rows in found)
+        return self._makes(node, dims if isinstance(node.meta["val"], (tuple, list)) else dims[0])
 
     def _makes(self, node: fx.Node, dim: int | tuple[int | None, ...] | None) -> bool:
         if dim is not None:
