@@ -8,8 +8,8 @@ from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeAr
 from passes.canonicalize.permutes import AbsorbPermutes, DropUnitDims, FusePermutes, MatmulToContract
 from passes.canonicalize.push_views import PushViews
 from passes.canonicalize.random_to_uniform import NormalizeCreations, RandomToUniform
-from passes.canonicalize.token_order import TokenOrder
 from passes.canonicalize.remove_noops import DropKeptDims, RemoveDeadCode, RemoveNoops, WriteConjugates
+from passes.canonicalize.token_order import TokenOrder
 from passes.ir.autocast_off import autocast_off
 from passes.ir.collector import collector_paused
 from passes.ir.graph_pass import GraphPass, run_passes

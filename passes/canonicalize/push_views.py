@@ -184,7 +184,7 @@ def _scatter(sweep: Sweep, node: fx.Node) -> Flat | None:
 def _topk(sweep: Sweep, node: fx.Node) -> list[Flat]:
     dim = (int_at(node, 2) if len(node.args) > 2 else -1) % len(shape_of(tensor_at(node)))
     flat = sweep.whole(tensor_at(node), [dim], node)
-    new = call_like(node, flat.node, node.args[1], flat.span(dim).start, *node.args[3:])
+    new = call_like(node, flat.node, int_at(node, 1), flat.span(dim).start, *node.args[3:])
     items = [emit(node, operator.getitem, new, i) for i in range(2)]
     return [Flat(item, _with_size(flat.groups, dim, int_at(node, 1))) for item in items]
 
@@ -247,7 +247,7 @@ def _routed(sweep: Sweep, node: fx.Node) -> Flat:
     rows = _ROUTED[node.target]
     a, b, ids = (tensor_at(node, i) for i in range(3))
     read = (a, b)[:rows]
-    columns = zip(*(sweep.flat(x).groups[:ids.meta["val"].ndim] for x in (*read, ids)), strict=True)
+    columns = zip(*(sweep.flat(x).groups[: ids.meta["val"].ndim] for x in (*read, ids)), strict=True)
     groups = [resolve(found) for found in columns]
     fitted = [sweep.fitted(x, (*groups, sweep.flat(x).groups[-1].whole), node) for x in read]
     fitted += [sweep.whole(x, range(len(shape_of(x))), node).node for x in (a, b)[rows:]]

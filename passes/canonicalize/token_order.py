@@ -65,15 +65,15 @@ class _Region:
     """What is computed in the order of one sort.
 
     rows:   values in that order -> the dim of the rows, of several results that of each.
-    starts: the nodes that bring values into it -> (kind, the value in the order of tokens, how many rows a token has).
-    ends:   the nodes that put them back, likewise.
+    starts: the nodes that bring values into it -> how many rows a token has; 0 for the ids themselves.
+    ends:   the nodes that put rows back, likewise.
     """
 
     sort: fx.Node
     tried: dict[Hashable, bool]
     rows: dict[fx.Node, int | tuple[int | None, ...]] = field(default_factory=dict)
-    starts: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
-    ends: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
+    starts: dict[fx.Node, int] = field(default_factory=dict)
+    ends: dict[fx.Node, int] = field(default_factory=dict)
 
     @property
     def ids(self) -> fx.Node:
@@ -90,7 +90,7 @@ class _Region:
             return False
         found = _result(self.sort, 0)
         if found is not None:
-            self._start(found, self.ids)
+            self._start(found, 0)
         maps: dict[fx.Node, int] = {order: 1}  # places -> rows a token has
         back: list[fx.Node] = []
         for node in order.users:
@@ -98,11 +98,7 @@ class _Region:
                 maps[node] = int_at(node, 1)
             elif _is_inverse(node, order):
                 back.append(node if node.target is not aten.sort.default else _result(node, 1) or node)
-            elif not _reads_at(node, order):
-                return False
-        if not any(node.target is aten.index.Tensor for places in back for node in places.users):
-            return False
-        return self._all_found(maps, back) and self._spreads()
+        return self._all_found(maps, back) and bool(self.ends) and self._spreads()
 
     def _all_found(self, maps: dict[fx.Node, int], back: list[fx.Node]) -> bool:
         """Readers of the order, of its tokens and of its inverse bring rows in or put them back."""
@@ -111,34 +107,35 @@ class _Region:
                 if node in maps or node in back or _is_inverse(node, places):
                     continue
                 if _looks_up(node, places) and shape_of(tensor_at(node))[0] * count == self.length:
-                    self._start(node, tensor_at(node), count)
+                    self._start(node, count)
                 elif _adds_at(node, places, count == 1) and shape_of(node)[0] * count == self.length:
-                    self.ends[node] = tensor_at(node, 2), count
+                    self.ends[node] = count
                 else:
                     return False
         for places in back:
             for node in places.users:
                 if _looks_up(node, places):
-                    self.ends[node] = tensor_at(node), 1
+                    self.ends[node] = 1
                 elif _adds_at(node, places, unique=True):
-                    self._start(node, tensor_at(node, 2))
+                    self._start(node, 1)
                 else:
                     return False
         return True
 
-    def _start(self, node: fx.Node, value: fx.Node, count: int = 1) -> None:
-        self.starts[node] = value, count
+    def _start(self, node: fx.Node, count: int) -> None:
+        self.starts[node] = count
         self.rows[node] = 0
 
     def _spreads(self) -> bool:
         """Follows the rows to their ends: False where an op does more than work on each, or add up all."""
         for node in self.sort.graph.nodes:
             if node in self.ends:
-                if self.rows.get(self.ends[node][0]) != 0:
+                if self.rows.get(_moved(node)) != 0:
                     return False
-            elif node not in self.starts and any(operand in self.rows for operand in node.all_input_nodes):
-                if not self._follows(node):
-                    return False
+                continue
+            reads = any(operand in self.rows for operand in node.all_input_nodes)
+            if reads and node not in self.starts and not self._follows(node):
+                return False
         return True
 
     def _follows(self, node: fx.Node) -> bool:
@@ -165,21 +162,33 @@ class _Region:
         groups = tensor_at(node, 2)
         if not _counts_groups(groups, self.sort, int_at(node, 4), self.tried):
             return False
-        self._start(groups, self.ids)
+        self._start(groups, 0)
         return True
 
     def rewrite(self) -> None:
         """Rows go from start to end in the order of tokens; only the nodes that changed it change."""
-        for node, (value, count) in self.starts.items():
-            replace(node, _repeated(node, value, count))
-        for node, (value, count) in self.ends.items():
-            value = self.ends[node][0] if value in node.all_input_nodes else node.all_input_nodes[0]
-            replace(node, _summed(node, value, count))
+        for node, count in self.starts.items():
+            replace(node, _repeated(node, _moved(node), count) if count else self.ids)
+        for node, count in self.ends.items():
+            replace(node, _summed(node, _moved(node), count))
+
+
+def _moved(node: fx.Node) -> fx.Node:
+    """The operand whose rows a start or an end moves."""
+    return tensor_at(node, _MOVED[node.target])
+
+
+_MOVED: dict[Any, int] = {
+    aten.index.Tensor: 0,
+    aten.index_select.default: 0,
+    aten.index_put.default: 2,
+    aten.index_add.default: 3,
+}
 
 
 def _repeated(node: fx.Node, value: fx.Node, count: int) -> fx.Node:
     if count == 1:
-        return value if value.meta["val"].dtype == node.meta["val"].dtype else emit(node, aten._to_copy.default, value)
+        return value
     tokens, *rest = shape_of(value)
     one = emit(node, aten.reshape.default, value, [tokens, 1, *rest])
     many = emit(node, aten.expand.default, one, [tokens, count, *rest])
@@ -187,11 +196,13 @@ def _repeated(node: fx.Node, value: fx.Node, count: int) -> fx.Node:
 
 
 def _summed(node: fx.Node, value: fx.Node, count: int) -> fx.Node:
-    if count == 1:
-        return value
-    rows, *rest = shape_of(value)
-    apart = emit(node, aten.reshape.default, value, [rows // count, count, *rest])
-    return emit(node, aten.sum.dim_IntList, apart, [1], False)
+    """Rows of each token added up, to what they are added to."""
+    if count > 1:
+        rows, *rest = shape_of(value)
+        apart = emit(node, aten.reshape.default, value, [rows // count, count, *rest])
+        value = emit(node, aten.sum.dim_IntList, apart, [1], False)
+    added = node.target is aten.index_add.default and not _is_zeros(tensor_at(node))
+    return emit(node, aten.add.Tensor, tensor_at(node), value) if added else value
 
 
 def _result(node: fx.Node, index: int) -> fx.Node | None:
@@ -202,23 +213,27 @@ def _divides(node: fx.Node) -> bool:
     return node.target is aten.floor_divide.default and isinstance(node.args[1], int)
 
 
-def _reads_at(node: fx.Node, places: fx.Node) -> bool:
-    return _looks_up(node, places) or _adds_at(node, places, unique=True)
-
-
 def _looks_up(node: fx.Node, places: fx.Node) -> bool:
     """`value[places]`"""
+    if node.target is aten.index_select.default:
+        return bool(node.args[1:] == (0, places))
     return node.target is aten.index.Tensor and list(node.args[1]) == [places]  # type: ignore[call-overload]
 
 
 def _adds_at(node: fx.Node, places: fx.Node, unique: bool) -> bool:
-    """Rows added up at their places in zeros. unique: no two have one, so that they may be set as well."""
+    """Rows added up at their places. unique: no two have one, so that they may be set as well."""
+    if node.target is aten.index_add.default:
+        return bool(node.args[1:3] == (0, places)) and len(node.args) == 4 and not node.kwargs
     if node.target is not aten.index_put.default or list(node.args[1]) != [places]:  # type: ignore[call-overload]
         return False
-    base, rows = tensor_at(node), tensor_at(node, 2)
     added = len(node.args) > 3 and bool(node.args[3])
-    zeros = base.target is aten.full.default and base.args[1] == 0
-    return shape_of(rows)[:1] == shape_of(places) and (zeros if added else unique)
+    return shape_of(tensor_at(node, 2))[:1] == shape_of(places) and (
+        _is_zeros(tensor_at(node)) if added else unique
+    )
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
@@ -228,7 +243,9 @@ def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
     if not (node.target is aten.index_put.default and _adds_at(node, order, unique=True)):
         return False
     counted = tensor_at(node, 2)
-    return counted.target is aten.arange.start_step and counted.args[0] == 0 and counted.args[2:3] in ((), (1,))
+    return (
+        counted.target is aten.arange.start_step and counted.args[0] == 0 and counted.args[2:3] in ((), (1,))
+    )
 
 
 def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Hashable, bool]) -> bool:

@@ -176,10 +176,11 @@ class _Sorting:
         if value.target is aten.expand.default and places is self._order:
             token = shape_of(tensor_at(value))
             last = len(self._shape) - 1
-            if len(token) == len(shape) and token[last] == 1 and token == (*shape[:last], 1, *shape[last + 1 :]):
-                source, count = tensor_at(value), shape[last]
-                places = emit(like, aten.floor_divide.default, places, count) if count > 1 else places
-        rows = emit(like, aten.reshape.default, source, [-1, *shape[len(self._shape) :]])
+            if shape[last] > 1 and token == (*shape[:last], 1, *shape[last + 1 :]):
+                source = tensor_at(value)
+                places = emit(like, aten.floor_divide.default, places, shape[last])
+        count = math.prod(shape_of(source)[: len(self._shape)])
+        rows = emit(like, aten.reshape.default, source, [count, *shape[len(self._shape) :]])
         return emit(like, aten.view.default, emit(like, aten.index.Tensor, rows, [places]), shape)
 
     def _put_back(self, node: fx.Node) -> None:

@@ -3,9 +3,9 @@
     routed_mm(a, b, ids, first, count)      a [*s, k], b [count, k, n], ids [*s]  ->  [*s, n]
     routed_outer(a, b, ids, first, count)   a [*s, m], b [*s, n],       ids [*s]  ->  [count, m, n]
 
-Row i of `routed_mm` is `a[i] @ b[ids[i] - first]`, and 0 where that is none of the `count` matrices. `routed_outer`, its
-gradient, adds up the outer products of the rows of each expert. ids: int64, 0 or more. Rows are in the order of the
-tokens, so that batch and sequence may be split; sorting them by expert, which kernels want, is the op's own affair.
+Row i of `routed_mm` is `a[i] @ b[ids[i] - first]`, and 0 where that is none of the `count` matrices. `routed_outer`,
+its gradient, adds up the outer products of the rows of each expert. ids: int64, 0 or more. Rows are in the order of
+their tokens, so that batch and sequence may be split; sorting them by expert, which kernels want, is the op's affair.
 
 A kernel computes rows in order, group by group: `autoshard::grouped_mm(a, b, offs, first, count)`. `offs` (int32 or
 int64, rising) are the ends of all groups along a dim of length L: group g is [offs[g-1], offs[g]), offs[-1] meaning 0,
@@ -34,14 +34,14 @@ _ALIGN = 16
 def routed_mm_reference(a: Tensor, b: Tensor, ids: Tensor, first: int, count: int) -> Tensor:
     """`routed_mm` as a sort and a product of groups."""
     order, offs = in_groups(ids, first, count)
-    rows = grouped_mm_reference(a.reshape(-1, a.shape[-1])[order], b, offs, first, count)
+    rows = grouped_mm_reference(a.reshape(ids.numel(), a.shape[-1])[order], b, offs, first, count)
     return torch.empty_like(rows).index_put((order,), rows).reshape(*ids.shape, b.shape[-1])
 
 
 def routed_outer_reference(a: Tensor, b: Tensor, ids: Tensor, first: int, count: int) -> Tensor:
     """`routed_outer` as a sort and a product of groups."""
     order, offs = in_groups(ids, first, count)
-    rows, others = (x.reshape(-1, x.shape[-1])[order] for x in (a, b))
+    rows, others = (x.reshape(ids.numel(), x.shape[-1])[order] for x in (a, b))
     return grouped_mm_reference(rows.t(), others, offs, first, count)
 
 

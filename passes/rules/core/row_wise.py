@@ -54,7 +54,11 @@ def _found(dims: tuple[Dim, ...], first: Rows, result: tuple[Dim, ...]) -> Rows 
     if any(dims) and not any(dim and dim in result for dim in dims):
         return None
     places = [
-        result.index(dim) if dim and dim in result else place if not dim and result[place : place + 1] == ((),) else -1
+        result.index(dim)
+        if dim and dim in result
+        else place
+        if not dim and result[place : place + 1] == ((),)
+        else -1
         for dim, place in zip(dims, first, strict=True)
     ]
     return () if -1 in places else tuple(places)
