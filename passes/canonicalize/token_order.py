@@ -227,13 +227,12 @@ def _adds_at(node: fx.Node, places: fx.Node, unique: bool) -> bool:
     if node.target is not aten.index_put.default or list(node.args[1]) != [places]:  # type: ignore[call-overload]
         return False
     added = len(node.args) > 3 and bool(node.args[3])
-    return shape_of(tensor_at(node, 2))[:1] == shape_of(places) and (
-        _is_zeros(tensor_at(node)) if added else unique
-    )
+    fits = shape_of(tensor_at(node, 2))[:1] == shape_of(places)
+    return fits and (_is_zeros(tensor_at(node)) if added else unique)
 
 
 def _is_zeros(node: fx.Node) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
+    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
@@ -243,9 +242,7 @@ def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
     if not (node.target is aten.index_put.default and _adds_at(node, order, unique=True)):
         return False
     counted = tensor_at(node, 2)
-    return (
-        counted.target is aten.arange.start_step and counted.args[0] == 0 and counted.args[2:3] in ((), (1,))
-    )
+    return counted.target is aten.arange.start_step and tuple(counted.args) == (0, shape_of(order)[0], 1)
 
 
 def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Hashable, bool]) -> bool:
