@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.rewrite import emit, erase_dead, int_at, replace, shape_of, tensor_at
+from passes.ir.torch_sizes import counts_as
 from passes.rules.core.row_wise import rows_through
 
 aten = torch.ops.aten
@@ -257,7 +258,7 @@ def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Has
     if key not in tried:
         tried[key] = all(
             torch.equal(_computed(steps, sort, ids)[groups], ids.sort().values)
-            for ids in _tries(shape_of(tensor_at(sort))[0], experts)
+            for ids in _tries(counts_as(shape_of(tensor_at(sort))[0]), experts)
         )
     return tried[key]
 
@@ -279,7 +280,7 @@ def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
 def _computed(steps: list[fx.Node], sort: fx.Node, ids: torch.Tensor) -> dict[fx.Node, Any]:
     values: dict[fx.Node, Any] = {tensor_at(sort): ids, sort: ids.sort(stable=True)}
     for node in steps:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = map_aggregate(map_arg((node.args, node.kwargs), values.__getitem__), counts_as)
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return values
 
