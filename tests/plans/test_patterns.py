@@ -198,7 +198,7 @@ def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
     }
     assert counts(plan, "backward") == {"all_gather[tp]": 1, "all_reduce[dp]": 1, "reduce_scatter[dp]": 2}
     golden.check(plan.to_text(seconds=False), "fsdp_of_tp.txt")
-    assert named(plan) == {"dp": "FSDP; batch split", "tp": "tensor parallel"}
+    assert named(plan) == {"dp": "FSDP of 67% of the weights; batch split", "tp": "tensor parallel"}
 
 
 def test_tensor_parallel_over_two_axes(golden: Golden) -> None:
