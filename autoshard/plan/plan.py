@@ -20,6 +20,7 @@ from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_pr
 from autoshard.plan.plan_content import PlanContent, of_stages
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
+from autoshard.plan.plan_summary import plan_summary
 from autoshard.plan.why_not import Crossover, crossover_lines, why_not_family, why_not_pinned
 from autoshard.plan.why_not import crossovers as found_crossovers
 from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
@@ -90,6 +91,10 @@ class Plan(PlanContent):
     def collective_axes(self) -> list[tuple[str, ...]]:
         """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
         return [c.axes for stage in self.stages for size in stage.sizes for c in size.collectives]
+
+    def __str__(self) -> str:
+        """One screen: mesh, step, memory, gap, and what each axis does."""
+        return plan_summary(self)
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph, of every stage, in the text form of docs/plans.md."""
