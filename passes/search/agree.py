@@ -59,9 +59,9 @@ are no better end it, and by what share of its step they may take longer by the 
 
 @dataclass(frozen=True)
 class Agreed:
-    """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan takes
-    less, if none is faster than it is counted by more than those that were judged. rivals: what else was judged, the
-    fastest first, each under an overlap that makes its objective its timeline; the bound is the same."""
+    """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan
+    takes less, if none is faster than it is counted by more than those that were judged. rivals: what else was judged,
+    the fastest first, each under an overlap that makes its objective its timeline; the bound is the same."""
 
     assignment: Assignment
     choice: tuple[int, ...]
