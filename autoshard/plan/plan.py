@@ -42,8 +42,8 @@ class Plan(PlanContent):
     """The fastest plan under its profile's prices.
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
-                 counts them. lower_bound: none of a plan that overlaps so are fewer; within a limit, of the
-                 fastest plan without one. Programs that overlap better may take less. gap: (cost - lower_bound) / cost.
+                 counts them. lower_bound: no plan is counted fewer, within a limit none without one; lower, where a
+                 program that was judged is faster than counted. gap: (cost - lower_bound) / cost.
     status:      "optimal", or "feasible" if the time limit ended the proof or axes are joined.
     joined_axes: mesh axes that the search used together, because a mesh of so many axes has too many layouts: bound
                  and gap are of plans that do so. () joins none.
