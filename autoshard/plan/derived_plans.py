@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import fx
 
 from autoshard.plan.infeasible import out_of_time, search_until
-from autoshard.plan.judged import Judged
+from autoshard.plan.judged import Judged, judged
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_content import Rehearsed, of_stages, pace_of
@@ -147,11 +147,11 @@ def _where(node: fx.Node) -> str:
     return f" ({node.meta['module']})" if node.meta.get("module") else ""
 
 
-def carried_plan(task: Task, first: Plan) -> Plan:
+def carried_plan(task: Task, first: Plan, *, judge: bool = False) -> Plan:
     """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
 
-    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
-    simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
+    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result. judge: its step is put
+    on the timeline; without, `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = prices_as_in(first, task.prices)
     joint = compute_again(task.joint, known_ops(task.joint, first.planned.again))
@@ -168,7 +168,11 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return plan_of(task, unproven, Judged(decide(joint, found.assignment, prices), prices, None), None)
+    if not judge:
+        return plan_of(task, unproven, Judged(decide(joint, found.assignment, prices), prices, None), None)
+    there = judged(joint, found.assignment, prices)
+    peak = {"peak_nbytes": there.peak.nbytes, "peak_node": there.peak.node}
+    return plan_of(task, replace(unproven, **peak), there, task.again())
 
 
 def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Plan:
@@ -195,7 +199,8 @@ def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Pl
         )
         for part, (figures, sent, returned) in zip(plan.parts, passed, strict=True)
     )
-    longer = replace(plan, parts=parts, rehearsed=step)
+    again = None if plan.again is None else plan.again.paced(pace)
+    longer = replace(plan, parts=parts, rehearsed=step, again=again)
     return replace(longer, **of_stages(**vars(longer)))
 
 

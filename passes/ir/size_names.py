@@ -54,19 +54,28 @@ _DIMS: Mapping[int, Mapping[str, int]] = {
 
 
 def resized_shapes(
-    shapes: Sequence[Sequence[int]], sizes: Mapping[str, int], argument: str
-) -> list[tuple[int, ...]]:
+    shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+) -> tuple[tuple[int, ...], ...]:
     """A call's shapes with these sizes, by name, in place of its own. ShardingError for one that it does not have."""
-    check_size_names(sizes, argument)
+    check_size_names(sizes, "sizes")
     known = named_dims(shapes)
     found = [list(shape) for shape in shapes]
     for name, size in sizes.items():
         if name not in known:
-            said = ", ".join(str(tuple(shape)) for shape in shapes)
+            said = ", ".join(map(str, shapes))
             raise ShardingError(
-                f"{argument} names {name!r}, and no tensor of the call has that dim: their shapes are {said}\n"
+                f"sizes name {name!r}, and no tensor of the call has it: their shapes are {said}\n"
                 f"  try: {' or '.join(map(repr, known)) or 'a call with tensors'}"
             )
+        if type(size) is not int or size < 0:
+            raise reject(f"the size of {name!r}", size, "a number of at least 0")
         for tensor, dim in known[name]:
             found[tensor][dim] = size
-    return [tuple(shape) for shape in found]
+    return tuple(map(tuple, found))
+
+
+def size_named(shapes: Sequence[tuple[int, ...]], name: str) -> int:
+    """What a call's size of that name is. ShardingError as of `resized_shapes`."""
+    resized_shapes(shapes, {name: 0})
+    ((tensor, dim), *_) = named_dims(shapes)[name]
+    return shapes[tensor][dim]
