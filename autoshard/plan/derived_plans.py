@@ -23,6 +23,7 @@ from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, plan_of, search_plan
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
@@ -34,6 +35,7 @@ from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
 from passes.states.compute_again import compute_again
 from passes.states.offers import known_ops
+from passes.strategies.prices import Prices
 
 
 def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:
@@ -154,16 +156,30 @@ def carried_plan(task: Task, first: Plan, *, judge: bool = False) -> Plan:
     on the timeline; without, `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = prices_as_in(first, task.prices)
-    joint = compute_again(task.joint, known_ops(task.joint, first.planned.again))
+    reserve = 0 if task.memory_limit is None else first.reserve
+    return plan_holding(task, first.planned.layouts, prices, first.planned.again, reserve, judge=judge)
+
+
+def plan_holding(
+    task: Task,
+    layouts: Assignment,
+    prices: Prices,
+    again: Sequence[str] = (),
+    reserve: int = 0,
+    *,
+    judge: bool = False,
+) -> Plan:
+    """With layouts of the nodes of a graph like this one; `carried_plan` says how. again: what is computed again."""
+    joint = compute_again(task.joint, known_ops(task.joint, again))
     try:
         found = find_assignment(
             joint,
             prices,
             task.boundary,
             memory_limit=task.memory_limit,
-            reserve=0 if task.memory_limit is None else first.reserve,
+            reserve=reserve,
             deadline=search_until(task.joint, Deadline.after(task.time_limit)),
-            narrowing=Narrowing(held=first.planned.layouts),
+            narrowing=Narrowing(held=layouts),
         )
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None

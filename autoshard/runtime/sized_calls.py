@@ -199,11 +199,17 @@ class SizedCalls:
         return found if found is not None and all(one == found.name for one in agreed) else None
 
     def _ready(self, home: Home, whole: GlobalCall) -> Ready | None:
-        kind, shapes = _kind_of(home.model, whole)
+        found = self.known(home.model, whole)
+        return None if found is None else Ready(home, *found, whole)
+
+    def known(
+        self, model: nn.Module, whole: GlobalCall
+    ) -> tuple[SizedCall, SizedProgram, tuple[int, ...], list[Any]] | None:
+        """Of a call: its graph, the program for it, its sizes, and what that takes; None where there is none."""
+        kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
             if (found := sized.ready(shapes)) is not None:
-                program, values, numbers = found
-                return Ready(home, sized, program, values, numbers, whole)
+                return sized, *found
         return None
 
     def captured(
