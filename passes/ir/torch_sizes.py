@@ -86,7 +86,8 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     names = ", ".join(f"s{place}" for place in range(count))
-    code = f"lambda {names}: [{', '.join(numbers)}] if {' and '.join([*holds, 'True'])} else None"
+    every = " and ".join(f"({one})" for one in (*holds, "True"))  # one may be "a or b"
+    code = f"lambda {names}: [{', '.join(numbers)}] if {every} else None"
     evaluated = eval(code, dict(SYMPY_INTERP))
     return lambda sizes: evaluated(*sizes)
 
