@@ -126,8 +126,8 @@ def with_sizes(arguments: Any, sizes: Sequence[tuple[Any, int]]) -> Any:
     return pytree.tree_map(plain, arguments)
 
 
-def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
-    """Fakes of one new mode. Since 2.0."""
+def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[torch.Tensor]:
+    """Fakes of one new mode. symbols: that their shapes may have. Since 2.0."""
     from torch._subclasses import FakeTensorMode
 
     def made(look: Look) -> torch.Tensor:
@@ -139,7 +139,8 @@ def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
             fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fake.requires_grad_(grad)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.inference_mode(False):
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None if symbols is None else symbols.env)
+    with mode, torch.no_grad(), torch.inference_mode(False):
         return [made(look) for look in looks]
 
 
