@@ -140,6 +140,7 @@ def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[
         return fake.requires_grad_(grad)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None if symbols is None else symbols.env)
+    mode.cache_enabled = symbols is None  # as in `fake_tensors`
     with mode, torch.no_grad(), torch.inference_mode(False):
         return [made(look) for look in looks]
 
