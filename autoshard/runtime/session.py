@@ -36,7 +36,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import SizedCall, SizedCalls
+from autoshard.runtime.sized_calls import SizedAt, SizedCalls
 from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
@@ -181,7 +181,7 @@ class Session:
         kwargs: dict[str, Any],
         shapes: list[list[tuple[int, ...]]],
         answers: Sequence[torch.Tensor],
-    ) -> tuple[GlobalCall, Captured, SizedCall | None]:
+    ) -> tuple[GlobalCall, Captured, SizedAt | None]:
         whole = self._global_call(args, kwargs, shapes)
         capture = partial(canonical_capture, self.model, whole.args, whole.kwargs, **self._captured_as)
         if answers:
