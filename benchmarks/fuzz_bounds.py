@@ -213,7 +213,9 @@ class _Case:
             (f"changed: {one}", one.assignment)
             for one in changes(task.joint, space, plan.planned.layouts, drawings // 2)
         ]
-        others += [("drawn", space.assignment(choice)) for choice in drawn_choices(space, self.generator, drawings)]
+        others += [
+            ("drawn", space.assignment(choice)) for choice in drawn_choices(space, self.generator, drawings)
+        ]
         nearest, how = plan.cost, "the plan"
         for name, assignment in others:
             with suppress(ValueError):  # with layouts that this space lacks

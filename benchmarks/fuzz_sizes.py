@@ -7,7 +7,7 @@ Small networks, meshes and layouts are drawn at random, all that an op may have,
 Each is called at five sizes, 1, primes, and fewer rows than ranks among them, as a parallel model would be: the first
 call captured, the second with symbols for sizes, and each of the others run by a program there is, if what that asked
 of sizes holds, or else by one of its own. Outputs and gradients of every rank are compared with the network itself, in
-float64. Prints what differs, and how many calls ran by a program made for other sizes. Exits with 1 if anything differs.
+float64. Prints what differs, and how many calls ran by a program made for other sizes. Exits with 1 if anything does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from passes.simulate.reference import eager_results, reference_inputs
 
 __all__ = ["Checked", "checked"]
 
-MESHES = ({"a": 2}, {"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2})
+MESHES = ({"a": 2}, {"a": 2}, {"a": 2}, {"a": 3}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2})
 FIRST, LATER = (4, 6, 8, 12), (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13)
 CALLS = 5
 TOLERANCE = 1e-9

@@ -12,12 +12,13 @@ from torch import nn
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
 from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.sized_calls import CaptureAs, SizedCall, SizedCalls
+from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
 from autoshard.runtime.sized_programs import SizedCode, SizedProgram, counts_no_rows
 from autoshard.verification.simulated_step import rank_programs
 from passes.capture import Captured
-from passes.ir.torch_sizes import Evaluation, evaluation, symbolic_sizes
-from passes.lower.rank_program import RankProgram
+from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.simulate.lockstep import simulated_groups
 
 _log = logging.getLogger("autoshard")
 
@@ -53,10 +54,10 @@ class SimulatedSizes:
         known = self.calls.known(self.model, whole)
         if known is not None:
             sized, program, sizes, _ = known
-            captured = sized.at(whole.shapes)
-            assert captured is not None, "what the graph asks, its program asks too"
+            there = sized.at(whole.shapes)
+            assert there is not None, "what the graph asks, its program asks too"
             programs = [_at(code, evaluate(sizes)) for code, evaluate in self.codes[program.number]]
-            return Runs(captured, program.plan, programs, ALL_SIZES)
+            return Runs(there[0], program.plan, programs, ALL_SIZES)
         captured, sized = self.calls.captured(self.model, whole, capture)
         plan = self.planned(captured, whole)
         programs = rank_programs(captured.joint, plan)[0]
@@ -64,22 +65,29 @@ class SimulatedSizes:
             self._add(sized, plan, programs)
         return Runs(captured, plan, programs, ALONE)
 
-    def _add(self, sized: SizedCall, plan: Plan, lowered: Sequence[RankProgram]) -> None:
+    def _add(self, sized: SizedAt, plan: Plan, lowered: Sequence[RankProgram]) -> None:
         """`autoshard.runtime.sized_programs.sized_program`, of all ranks."""
-        symbols, count = sized.symbols, len(sized.symbols.sizes)
+        sizes, ranks = sized.values, range(plan.mesh.device_count)
         try:
-            with symbolic_sizes():
-                programs = rank_programs(sized.captured.joint, plan)[0]
-                codes = [SizedCode(program, CallEnds((), ()), symbols) for program in programs]
-            same = [code.is_at(symbols.hints, [own]) for code, own in zip(codes, lowered, strict=True)]
+            codes = [self._code(sized, plan, rank) for rank in ranks]
+            same = [code.is_at(sizes, [own]) for code, own in zip(codes, lowered, strict=True)]
         except Exception as error:  # a pass that wants numbers
             _log.debug("no program for all sizes: %s", error)
             return
         if all(same):
             holds = list(dict.fromkeys(one for code in codes for one in code.holds))
-            made = [(code, evaluation(count, holds, code.codes)) for code in codes]
-            sized.programs.append(SizedProgram(len(self.codes), plan, *made[0]))
+            made = [(code, evaluation(len(sizes), holds, code.codes)) for code in codes]
+            sized.call.programs.append(SizedProgram(len(self.codes), plan, *made[0]))
             self.codes.append(made)
+
+    def _code(self, sized: SizedAt, plan: Plan, rank: int) -> SizedCode:
+        with symbolic_sizes():
+            symbols = SizeSymbols(sized.values)
+            joint = sized.call.joint.at(sized.values, symbols)
+            assert joint is not None
+            groups = simulated_groups(plan.mesh)
+            program = rank_program(joint, plan.planned, plan.mesh, rank, groups)
+            return SizedCode(program, CallEnds((), ()), symbols)
 
 
 def _at(code: SizedCode, numbers: Sequence[Any] | None) -> RankProgram:

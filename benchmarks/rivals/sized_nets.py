@@ -78,7 +78,7 @@ _LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Line]] = {
 
 
 class Drawn(nn.Module):
-    """Lines of `_LAYERS`, of tokens or features; a loss, or one for each sample. split: dims that inputs may be split in."""
+    """Lines of `_LAYERS`, of tokens or features; a loss, or one for each sample. split: dims in which inputs may be."""
 
     split = (0, 1)
 
@@ -87,7 +87,7 @@ class Drawn(nn.Module):
         self.tokens = generator.random() < 0.5
         self.ndim = 2 if self.tokens else 3
         self.embed = nn.Embedding(WORDS, WIDTH) if self.tokens else nn.Linear(WIDTH, WIDTH)
-        names = [generator.choice(list(_LAYERS)) for _ in range(generator.randint(1, 4))]
+        names = [generator.choice(list(_LAYERS)) for _ in range(generator.choice((1, 1, 2, 2, 3)))]
         self.read = [(name, generator.random(), generator.random()) for name in names]
         self.layers = nn.ModuleList(_LAYERS[name][0]() for name in names)
         self.ends = generator.choice(("loss", "mean", "last", "each"))

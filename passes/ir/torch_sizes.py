@@ -45,7 +45,9 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
-        names = [ConstantSource(f"size_{next(_NUMBERS)}") for _ in hints]
+        # torch's are a hundred, and a symbol named as one of another graph is that one to whatever remembers either.
+        self.env._generate_unique_id = lambda source_name: next(_NUMBERS)
+        names = [ConstantSource(f"size_{place}") for place, _ in enumerate(hints)]
         make = self.env.create_symbol
         self._symbols = [
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)

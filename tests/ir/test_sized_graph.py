@@ -148,3 +148,9 @@ def test_what_holds_is_a_list_of_conditions() -> None:
     """One that is itself "a or b" says nothing of those before and behind it."""
     double = evaluation(1, ["s0 >= 2", "s0 == 3 or s0 == 4", "s0 != 4"], ["2*s0"])
     assert [double([size]) for size in (1, 3, 4, 5)] == [None, [6], None, None]
+
+
+def test_no_symbol_is_that_of_another_graph() -> None:
+    """Caches take two that have one name for the same."""
+    names = [str(size) for _ in range(80) for size in SizeSymbols([4, 6]).sizes]
+    assert len(set(names)) == len(names)
