@@ -206,6 +206,7 @@ def fake_tensors(
 
     env = None if symbols is None else symbols.env
     mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
+    mode.cache_enabled = env is None  # with symbols, to look for a result takes longer than to make it
     with mode, torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
