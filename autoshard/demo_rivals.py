@@ -27,7 +27,8 @@ def data_parallel(model: GPT, mesh: DeviceMesh) -> nn.Module:
 def fully_sharded(model: GPT, mesh: DeviceMesh) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def tensor_parallel(model: GPT, mesh: DeviceMesh) -> nn.Module:
