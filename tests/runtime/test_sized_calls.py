@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -79,27 +80,31 @@ def steps(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Steps:
     return found
 
 
+@contextmanager
+def counted_captures() -> Generator[list[None]]:
+    """As long as there were captures."""
+    captures: list[None] = []
+    capture = sessions.canonical_capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        captures.append(None)
+        return capture(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "canonical_capture", counted)
+        yield captures
+
+
 def parallel_steps(
     rank: int, name: str, axes: Any, sizes: Sequence[tuple[int, int]], options: dict[str, Any]
 ) -> tuple[Steps, int, int]:
     """(steps, captures, programs for other sizes)."""
-    captures = 0
-    capture = sessions.canonical_capture
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal captures
-        captures += 1
-        return capture(*args, **kwargs)
-
-    sessions.canonical_capture = counted
-    try:
+    with counted_captures() as captures:
         model = parallel(made(name), axes, (batch(sizes[0]),), **options)
         found = steps(model, sizes)
-    finally:
-        sessions.canonical_capture = capture
     session = Session.of(model)
     assert session is not None and session.plan is not None
-    said = found, captures, session._sized._programs
+    said = found, len(captures), session._sized._programs
     if rank == 0:  # which searched
         rows, tokens = sizes[0]
         assert session.plan.step_time_at(batch=rows) == session.plan.step_time
@@ -140,3 +145,38 @@ def test_losses_and_gradients_at_every_size(
             for one, other in zip(got, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"at {size}")
         assert captured <= captures and 0 < made_programs <= programs, (captured, made_programs)
+
+
+class Remembering(nn.Module):
+    """Each call adds a word to what it is given in a dict, as a growing cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor, past: dict[str, Tensor]) -> Tensor:
+        past["seen"] = torch.cat([past["seen"], self.words(words)], 1)
+        return self.out(past["seen"].logsumexp(1))
+
+
+@torch.no_grad()
+def remembered(model: nn.Module) -> list[Tensor]:
+    past = {"seen": torch.ones(4, 3, WIDTH, dtype=torch.float64)}
+    found = [model(batch((4, 1)), past) for _ in range(6)]
+    return [*found, past["seen"]]
+
+
+def parallel_memory(rank: int) -> tuple[list[Tensor], int]:
+    torch.manual_seed(3)
+    with counted_captures() as captures:
+        found = remembered(parallel(Remembering().double(), (("dp", 2),), backend="eager"))
+    return found, len(captures)
+
+
+def test_what_grows_at_every_call_is_captured_twice(ranks: RankPool) -> None:
+    torch.manual_seed(3)
+    wanted = remembered(Remembering().double())
+    for found, captures in ranks.run(parallel_memory, world=2):
+        assert captures == 2
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
