@@ -21,6 +21,7 @@ from autoshard.plan.plan_content import of_stages
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_questions import PlanQuestions
+from autoshard.plan.plan_summary import plan_summary
 from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
 from cost_model.errors import PlanError
 from cost_model.memory import communicators
@@ -40,8 +41,8 @@ class Plan(PlanQuestions):
     """The fastest plan under its profile's prices.
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
-                 counts them. lower_bound: none of a plan that overlaps so are fewer; within a limit, of the
-                 fastest plan without one. Programs that overlap better may take less. gap: (cost - lower_bound) / cost.
+                 counts them. lower_bound: no plan is counted fewer, within a limit none without one; lower, where a
+                 program that was judged is faster than counted. gap: (cost - lower_bound) / cost.
     status:      "optimal", or "feasible" if the time limit ended the proof or axes are joined.
     joined_axes: mesh axes that the search used together, because a mesh of so many axes has too many layouts: bound
                  and gap are of plans that do so. () joins none.
@@ -87,6 +88,10 @@ class Plan(PlanQuestions):
     def collective_axes(self) -> list[tuple[str, ...]]:
         """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
         return [c.axes for stage in self.stages for size in stage.sizes for c in size.collectives]
+
+    def __str__(self) -> str:
+        """One screen: mesh, step, memory, gap, and what each axis does."""
+        return plan_summary(self)
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph, of every stage, in the text form of docs/plans.md."""
