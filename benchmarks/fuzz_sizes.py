@@ -111,7 +111,7 @@ class _Case:
             (own.choice(LATER if place > 1 else FIRST), own.choice(LATER if place else FIRST))
             for _ in range(60 if served else 1)
         ]
-        serves = lambda one: runs.calls.known(self.model, self.call(self.model.inputs(*one, 0)))
+        serves = lambda one: runs.calls.known(self.model, self.call(self.model.inputs(one[0], one[1], 0)))
         new = (one for one in found if served and one not in self._called and serves(one))
         self._called.append(next(new, found[0]))
         return self._called[-1]
