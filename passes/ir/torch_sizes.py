@@ -175,8 +175,8 @@ def results_sized() -> Generator[None]:
 def symbolic_sizes() -> Generator[None]:
     """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike
     are the same, and all others differ, whatever they count as, those of another graph's sizes too, which may have the
-    names of this one's, or have turned out to be always the same. torch gives them no hash, since two that are equal for
-    some sizes are told apart by it: not for a user's code, which may mean something by that.
+    names of this one's, or have turned out to be always the same. torch gives them no hash, since two that are equal
+    for some sizes are told apart by it: not for a user's code, which may mean something by that.
 
     Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
     from torch._dispatch.python import enable_python_dispatcher
