@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,9 @@ from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
 
 _log = logging.getLogger("autoshard")
+
+CompileSized = Callable[[fx.GraphModule], tuple[Compiled, list[Any]]]
+"""As `compile_sized`."""
 
 
 def counts_no_rows(plan: Plan) -> bool:
@@ -79,18 +82,25 @@ def _on_meta(look: Any) -> Tensor:
 class SizedCode:
     """A rank's phases in symbols, compiled op by op. ends: where they meet the caller, in symbols as well.
 
-    codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank."""
+    codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank. compiled: makes
+    code of a phase."""
 
-    def __init__(self, program: RankProgram, ends: CallEnds, symbols: SizeSymbols) -> None:
+    def __init__(
+        self,
+        program: RankProgram,
+        ends: CallEnds,
+        symbols: SizeSymbols,
+        compiled: CompileSized = compile_sized,
+    ) -> None:
         self.program, self.phases = program, program.phases
         numbers, whole = Numbers(symbols), self.phases.backward
-        self.forward = _Taking(compile_sized(self.phases.forward), numbers)
+        self.forward = _Taking(compiled(self.phases.forward), numbers)
         self.values = _Values(placeholder_values(self.phases.forward), numbers)
         self.tangents = _Values(tangent_values(self.phases), numbers)
         graphs, self.backward = [self.phases.forward], None
         if whole is not None:
             missing = frozenset(usually_missing(whole))
-            self.backward = _SizedBackward(missing, program.backward(missing), self.phases, numbers)
+            self.backward = _SizedBackward(missing, program.backward(missing), self.phases, numbers, compiled)
             graphs += [whole.module, self.backward.graph.module]
         self._ends = ends
         self._shapes = numbers.placed(tuple(side.shape for side in (*ends.inputs, *ends.outputs)))
@@ -128,9 +138,16 @@ def _modules(phases: Phases) -> list[fx.GraphModule]:
 
 
 class _SizedBackward:
-    def __init__(self, missing: frozenset[int], graph: Backward, phases: Phases, numbers: Numbers) -> None:
+    def __init__(
+        self,
+        missing: frozenset[int],
+        graph: Backward,
+        phases: Phases,
+        numbers: Numbers,
+        compiled: CompileSized,
+    ) -> None:
         self.missing, self.graph, self._slots = missing, graph, slots_of(phases, graph)
-        self._code = _Taking(compile_sized(graph.module), numbers)
+        self._code = _Taking(compiled(graph.module), numbers)
         self._tangents = _Values(placeholder_values(graph.module)[len(self._slots) :], numbers)
 
     def at(self, numbers: Sequence[Any]) -> CompiledBackward:

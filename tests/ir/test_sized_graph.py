@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, evaluation
+from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, evaluation, symbolic_sizes
 
 WIDTH, WORDS = 8, 16
 Sizes = tuple[int, int]
@@ -168,7 +168,10 @@ def test_what_holds_is_a_list_of_conditions() -> None:
     assert [double([size]) for size in (1, 3, 4, 5)] == [None, [6], None, None]
 
 
-def test_no_symbol_is_that_of_another_graph() -> None:
-    """Caches take two that have one name for the same."""
-    names = [str(size) for _ in range(80) for size in SizeSymbols([4, 6]).sizes]
-    assert len(set(names)) == len(names)
+def test_no_size_is_that_of_another_graph() -> None:
+    """Whatever remembers either would take it for the other: of one name, or always the same."""
+    one, two = (SizeSymbols([4, 6]).sizes for _ in range(2))
+    with symbolic_sizes():
+        assert one[0] == 4 and two[0] == 4  # which is noted of both
+        assert str(one[1]) == str(two[1])
+        assert {*one, *one} == set(one) and not {*one} & {*two} and 4 not in {*one}
