@@ -35,7 +35,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import SizedAt, SizedCalls
+from autoshard.runtime.sized_calls import SizedAt, SizedCalls, dynamic_dims
 from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
@@ -53,6 +53,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.ir.torch_sizes import marked_dims
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -131,15 +132,17 @@ class Session:
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
         fingerprint = fingerprint_of(self.settings, captured.joint, whole)
-        agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
+        agree(self.mesh, {**fingerprint, "mark_dynamic": str([sorted(marked_dims(t)) for t in tensors])})
         making = Call(self, captured, layouts, tensors)
         programs = started(self, self._planner, making, fingerprint)
         plan, captured = programs.running.plan, programs.running.captured
         may_be_sized = sized is not None and counts_no_rows(plan)
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
-            self._sized.add_program(making, sized, plan)
+            may_be_sized = self._sized.add_program(making, sized, plan)
+        if sized is not None and self.settings.dynamic and not may_be_sized:
+            _log.warning("every size has a program of its own: the plan counts rows (halos, pieces, stages)")
         return self._executable(whole, programs, key, Guards(self.model, captured.reads))
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
@@ -189,7 +192,9 @@ class Session:
         )
         if answers:
             return whole, capture(answers=answers), None
-        return whole, *self._sized.captured(self.model, whole, capture)
+        names, tensors = self.settings.dynamic, flatten_call(args, kwargs)[0]
+        dynamic = dynamic_dims(names, tensors, whole.shapes, self.plan is None)
+        return whole, *self._sized.captured(self.model, whole, capture, dynamic)
 
     def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
@@ -22,14 +22,18 @@ from autoshard.runtime.sized_programs import PhaseCodeAt, SizedProgram, sized_pr
 from autoshard.runtime.step import Program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
+from cost_model.errors import ShardingError
 from passes.capture import Captured, flatten_call
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizeSymbols, SymbolicShapes
+from passes.ir.size_names import named_dims
+from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, marked_dims
 
 _log = logging.getLogger("autoshard")
 
 Shapes = Sequence[tuple[int, ...]]
 """Global shapes of a call's tensors."""
+Dim = tuple[int, int]
+"""(which tensor of a call, which dim of it)."""
 CaptureAs = Callable[..., Captured]
 """Captures a call. sizes: its shapes in symbols (`canonical_capture`)."""
 
@@ -59,6 +63,19 @@ class SizeNames:
             ("size", known.setdefault(pair, len(known))) if min(pair) > 1 else ("is", pair[1])
         )
         places = [tuple(map(place, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True)]
+        return SizeNames(tuple(places), len(known))
+
+    @staticmethod
+    def given(shapes: Shapes, dynamic: Collection[Dim]) -> SizeNames:
+        """dynamic: which dims are sizes, (tensor, dim) each; those alike are one."""
+        known: dict[int, int] = {}
+
+        def place(tensor: int, dim: int, number: int) -> tuple[str, int]:
+            if (tensor, dim) not in dynamic or number < 2:
+                return "is", number
+            return "size", known.setdefault(number, len(known))
+
+        places = [tuple(place(t, d, n) for d, n in enumerate(shape)) for t, shape in enumerate(shapes)]
         return SizeNames(tuple(places), len(known))
 
     def values(self, shapes: Shapes) -> tuple[int, ...] | None:
@@ -194,12 +211,13 @@ class SizedCalls:
                 sized.programs.clear()
         self._programs = 0
 
-    def add_program(self, call: Call, sized: SizedAt, plan: Plan) -> None:
+    def add_program(self, call: Call, sized: SizedAt, plan: Plan) -> bool:
         """One for calls like `call`, if there can be one. All ranks come here together."""
         program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
         if program is not None:
             sized.call.programs.append(program)
             self._programs += 1
+        return program is not None
 
     def ready(self, home: Home, whole: GlobalCall | None) -> Ready | None:
         """What runs a call by a program there is, if all ranks have that one."""
@@ -216,54 +234,80 @@ class SizedCalls:
         return None
 
     def captured(
-        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs
+        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs, dynamic: Collection[Dim] = ()
     ) -> tuple[Captured, SizedAt | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
-        others by what that says of their sizes."""
+        others by what that says of their sizes. dynamic: dims that are symbols at once."""
         kind, shapes = _kind_of(model, whole)
         known = self._kinds.setdefault(kind, _Kind())
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
                 return found
-        if known.first is not None and known.attempts and known.first[1] != shapes:
+        plain: Captured | None = None
+        if known.first is not None:
+            names = SizeNames.of(known.first[1], shapes)
+        else:
+            names = SizeNames.given(shapes, dynamic)
+            plain = _plain(known, shapes, capture) if names.count else None
+        if known.first is not None and known.attempts and (plain is not None or known.first[1] != shapes):
             known.attempts -= 1
-            if (found := self._with_symbols(model, kind, known.first, shapes, capture)) is not None:
+            try:
+                found = self._with_symbols(model, kind, names, known.first, shapes, capture)
                 known.sized.append(found[1].call)
                 return found
+            except Exception as error:  # whatever code says to a number that is a symbol
+                level = logging.DEBUG if plain is None else logging.WARNING
+                _log.log(level, "no graph for all sizes, each is captured by itself: %s", error)
             if known.attempts and not known.sized:
                 known.attempts -= 1
-        found = capture()
-        if not found.call.checks:
-            known.first = found, shapes
-        return found, None
+        return plain or _plain(known, shapes, capture), None
 
     def _with_symbols(
         self,
         model: nn.Module,
         kind: Hashable,
+        names: SizeNames,
         first: tuple[Captured, Shapes],
         shapes: Shapes,
         capture: CaptureAs,
-    ) -> tuple[Captured, SizedAt] | None:
+    ) -> tuple[Captured, SizedAt]:
         """Only where it says of a call that was captured what that capture said."""
         before, before_shapes = first
-        names = SizeNames.of(before_shapes, shapes)
-        try:
-            values = names.values(shapes)
-            assert values is not None
-            symbolic = names.symbolic(values)
-            captured = capture(sizes=symbolic)
-            if replace(captured.call, key=before.call.key) != before.call:
-                return None
-            joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-            sized = SizedCall(kind, names, captured, joint, Guards(model, captured.reads))
-            found, there = sized.at(shapes), sized.at(before_shapes)
-        except Exception as error:  # whatever code says to a number that is a symbol
-            _log.debug("no graph for all sizes: %s", error)
-            return None
+        values = names.values(shapes)
+        assert values is not None
+        symbolic = names.symbolic(values)
+        captured = capture(sizes=symbolic)
+        if replace(captured.call, key=before.call.key) != before.call:
+            raise SizesLost("what the call returns or changes depends on them")
+        joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
+        sized = SizedCall(kind, names, captured, joint, Guards(model, captured.reads))
+        found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found
         if found is None or there is None or not alike(before.joint, there[0].joint):
-            return None
+            raise SizesLost("the model computes something else at each")
         return found
+
+
+def _plain(kind: _Kind, shapes: Shapes, capture: CaptureAs) -> Captured:
+    """The graph of these sizes alone."""
+    found = capture()
+    if not found.call.checks:
+        kind.first = found, shapes
+    return found
+
+
+def dynamic_dims(names: Sequence[str], tensors: Sequence[Tensor], shapes: Shapes, first: bool) -> set[Dim]:
+    """Dims that the user says are sizes: by their names, or by marks. first: of the first kind of call, where it is a
+    ShardingError if no tensor has a size of that name."""
+    known = named_dims(shapes)
+    for name in names if first else ():
+        if name not in known:
+            raise ShardingError(
+                f"dynamic names {name!r}, and no tensor of the call has it: their shapes are "
+                f"{', '.join(map(str, shapes))}\n  try: {' or '.join(map(repr, known)) or 'no names'}, or "
+                "torch._dynamo.mark_dynamic(tensor, dim)"
+            )
+    marked = {(tensor, dim) for tensor, t in enumerate(tensors) for dim in marked_dims(t)}
+    return marked | {dim for name in names for dim in known.get(name, ())}

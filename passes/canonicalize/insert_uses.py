@@ -114,7 +114,9 @@ def _is_part_of_larger(node: fx.Node) -> bool:
     if node.target in (aten.permute.default, aten.expand.default):
         return True
     creates = node.target is aten.full.default
-    return (creates or is_pointwise(node) or is_use(node)) and not sizes_in([node.args[creates:], node.kwargs])
+    return (creates or is_pointwise(node) or is_use(node)) and not sizes_in(
+        [node.args[creates:], node.kwargs]
+    )
 
 
 def _hides_later(ordered: Sequence[fx.Node], mask: fx.Node, sizes: Sequence[tuple[Any, int]]) -> bool:

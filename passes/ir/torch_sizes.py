@@ -92,6 +92,11 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     return lambda sizes: evaluated(*sizes)
 
 
+def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
+    """Those that `torch._dynamo.mark_dynamic` was called for. Since 2.0."""
+    return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
+
+
 def expression_of(number: Any) -> Any:
     """How a symbolic number is computed; what is computed alike has equal ones. Since 2.0."""
     return number.node.expr
