@@ -124,9 +124,9 @@ def autoshard(
                     parameters and optimizer states in its layouts, takes over between two steps (`is_tuned`).
                     "first": all before the first step. "off": the first plan, compiled, stays. With `race` or `stages`
                     it is "first".
-    dynamic:        names of sizes that will change, of "batch", "sequence", "height" and "width": the first kind of call
-                    is captured with symbols for them, which takes longer, and serves all their values (docs/calls.md).
-                    Dims marked by `torch._dynamo.mark_dynamic` are as if named. None: from a size's second value on.
+    dynamic:        names of sizes that will change, of {"batch", "sequence", "height", "width"}: calls are captured
+                    with symbols for them, which takes longer and serves all their values (docs/calls.md). Dims marked
+                    by `torch._dynamo.mark_dynamic` are as if named. None: symbols from a size's second value on.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.

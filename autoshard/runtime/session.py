@@ -35,7 +35,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import SizedAt, SizedCalls, dynamic_dims
+from autoshard.runtime.sized_calls import SizedAt, SizedCalls
 from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
@@ -53,6 +53,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.ir.size_names import dynamic_dims
 from passes.ir.torch_sizes import marked_dims
 from passes.strategies.prices import Prices
 
@@ -137,13 +138,16 @@ class Session:
         making = Call(self, captured, layouts, tensors)
         programs = started(self, self._planner, making, fingerprint)
         plan, captured = programs.running.plan, programs.running.captured
+        guards = Guards(self.model, captured.reads)  # of the parameters as they were placed
+        if sized is not None:
+            sized.call.guards = guards
         may_be_sized = sized is not None and counts_no_rows(plan)
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
             may_be_sized = self._sized.add_program(making, sized, plan)
         if sized is not None and self.settings.dynamic and not may_be_sized:
             _log.warning("every size has a program of its own: the plan counts rows (halos, pieces, stages)")
-        return self._executable(whole, programs, key, Guards(self.model, captured.reads))
+        return self._executable(whole, programs, key, guards)
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
         plan, captured = programs.running.plan, programs.running.captured

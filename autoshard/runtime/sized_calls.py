@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
@@ -22,18 +22,13 @@ from autoshard.runtime.sized_programs import PhaseCodeAt, SizedProgram, sized_pr
 from autoshard.runtime.step import Program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
-from cost_model.errors import ShardingError
 from passes.capture import Captured, flatten_call
+from passes.ir.size_names import Dim, Shapes, SizeNames
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.size_names import named_dims
-from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, marked_dims
+from passes.ir.torch_sizes import SizesLost
 
 _log = logging.getLogger("autoshard")
 
-Shapes = Sequence[tuple[int, ...]]
-"""Global shapes of a call's tensors."""
-Dim = tuple[int, int]
-"""(which tensor of a call, which dim of it)."""
 CaptureAs = Callable[..., Captured]
 """Captures a call. sizes: its shapes in symbols (`canonical_capture`)."""
 
@@ -47,53 +42,7 @@ def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
     return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
 
 
-@dataclass(frozen=True)
-class SizeNames:
-    """Which dims of a call's tensors are one size: those that were alike in two calls. places: of each tensor, per dim
-    which size it is, or the number that it always was."""
-
-    places: tuple[tuple[tuple[str, int], ...], ...]
-    count: int
-
-    @staticmethod
-    def of(one: Shapes, two: Shapes) -> SizeNames:
-        """Dims of 0 or 1 are no sizes: what is done with these is something else."""
-        known: dict[tuple[int, int], int] = {}
-        place = lambda pair: (
-            ("size", known.setdefault(pair, len(known))) if min(pair) > 1 else ("is", pair[1])
-        )
-        places = [tuple(map(place, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True)]
-        return SizeNames(tuple(places), len(known))
-
-    @staticmethod
-    def given(shapes: Shapes, dynamic: Collection[Dim]) -> SizeNames:
-        """dynamic: which dims are sizes, (tensor, dim) each; those alike are one."""
-        known: dict[int, int] = {}
-
-        def place(tensor: int, dim: int, number: int) -> tuple[str, int]:
-            if (tensor, dim) not in dynamic or number < 2:
-                return "is", number
-            return "size", known.setdefault(number, len(known))
-
-        places = [tuple(place(t, d, n) for d, n in enumerate(shape)) for t, shape in enumerate(shapes)]
-        return SizeNames(tuple(places), len(known))
-
-    def values(self, shapes: Shapes) -> tuple[int, ...] | None:
-        """None where dims differ that were alike."""
-        found: dict[int, int] = {}
-        for shape, places in zip(shapes, self.places, strict=True):
-            for number, (kind, index) in zip(shape, places, strict=True):
-                if number != (index if kind == "is" else found.setdefault(index, number)):
-                    return None
-        return tuple(found[index] for index in range(self.count))
-
-    def symbolic(self, values: Sequence[int]) -> SymbolicShapes:
-        symbols = SizeSymbols(values)
-        size = lambda place: symbols.sizes[place[1]] if place[0] == "size" else place[1]
-        return SymbolicShapes(symbols, [tuple(map(size, places)) for places in self.places])
-
-
-@dataclass(frozen=True)
+@dataclass
 class SizedCall:
     """A call captured with symbols. guards: what its graph depends on in the model."""
 
@@ -296,18 +245,3 @@ def _plain(kind: _Kind, shapes: Shapes, capture: CaptureAs) -> Captured:
     if not found.call.checks:
         kind.first = found, shapes
     return found
-
-
-def dynamic_dims(names: Sequence[str], tensors: Sequence[Tensor], shapes: Shapes, first: bool) -> set[Dim]:
-    """Dims that the user says are sizes: by their names, or by marks. first: of the first kind of call, where it is a
-    ShardingError if no tensor has a size of that name."""
-    known = named_dims(shapes)
-    for name in names if first else ():
-        if name not in known:
-            raise ShardingError(
-                f"dynamic names {name!r}, and no tensor of the call has it: their shapes are "
-                f"{', '.join(map(str, shapes))}\n  try: {' or '.join(map(repr, known)) or 'no names'}, or "
-                "torch._dynamo.mark_dynamic(tensor, dim)"
-            )
-    marked = {(tensor, dim) for tensor, t in enumerate(tensors) for dim in marked_dims(t)}
-    return marked | {dim for name in names for dim in known.get(name, ())}

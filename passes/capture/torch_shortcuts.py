@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
-from passes.ir.torch_tracing import onednn_off
+from passes.ir.torch_dispatch import onednn_off, replaced_attribute, replaced_kernels
 
 _RESIZING = """
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d

@@ -243,4 +243,7 @@ def _node_text(node: fx.Node) -> str:
 def _shown(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return str((tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.requires_grad))
+    steps = [
+        step if size != 1 else 0 for size, step in zip(value.shape, value.stride(), strict=True)
+    ]  # none is taken
+    return str((tuple(value.shape), steps, value.storage_offset(), value.dtype, value.requires_grad))

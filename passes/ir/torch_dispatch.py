@@ -187,8 +187,8 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 
 @contextmanager
 def replaced_kernels(op: Any, kernels: Mapping[str, Callable[..., Any] | None]) -> Generator[None]:
-    """Inside, `op` has these kernels in Python, by the names of their keys; None: none. Only registering one makes torch
-    forget which it chose last. `py_kernels` since torch 2.0."""
+    """Inside, `op` has these kernels in Python, by the names of their keys; None: none. Only registering one makes
+    torch forget which it chose last. `py_kernels` since torch 2.0."""
     wanted = {getattr(torch._C.DispatchKey, name): kernel for name, kernel in kernels.items()}
     before = {key: op.py_kernels.get(key) for key in wanted}
     changed = [key for key in wanted if before[key] is not wanted[key]]
@@ -256,3 +256,17 @@ def encoder_masks_trusted() -> AbstractContextManager[None]:
         return bool(is_causal)
 
     return replaced_attribute(transformer, "_detect_is_causal_mask", trust)
+
+
+@contextmanager
+def onednn_off() -> Generator[None]:
+    """Recurrent layers are traced to products, not to one oneDNN op whose backward cannot be called.
+
+    `torch.backends.mkldnn.flags` sets unrelated flags as well, and warns. Since torch 1.13.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
+from passes.ir.torch_dispatch import onednn_off, replaced_attribute, replaced_kernels
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -171,8 +171,11 @@ _SIZED_LIKE = {
 
 @contextmanager
 def results_sized() -> Generator[None]:
-    """Inside, every op says of sizes in symbols what its results look like."""
+    """Inside, every op says of sizes in symbols what its results look like, and asks of none which library would be
+    faster."""
     with ExitStack() as stack:
+        stack.enter_context(onednn_off())
+        stack.enter_context(torch.backends.nnpack.flags(enabled=False))
         for names, made in _SIZED_LIKE.items():
             for name in names.split():
                 op = getattr(torch.ops.aten, name).default

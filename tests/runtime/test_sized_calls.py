@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import mark_dynamic
 
 import autoshard.runtime.session as sessions
 from autoshard.runtime.session import Session
@@ -81,8 +82,8 @@ def steps(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Steps:
 
 def parallel_steps(
     rank: int, name: str, axes: Any, sizes: Sequence[tuple[int, int]], options: dict[str, Any]
-) -> tuple[Steps, int, int]:
-    """(steps, captures, programs for other sizes)."""
+) -> tuple[Steps, int, int, int]:
+    """(steps, captures, programs for other sizes, and how many of these before any step)."""
     captures = 0
     capture = sessions.canonical_capture
 
@@ -93,13 +94,17 @@ def parallel_steps(
 
     sessions.canonical_capture = counted
     try:
-        model = parallel(made(name), axes, (batch(sizes[0]),), **options)
+        example = batch(sizes[0])
+        if options.pop("marked", False):
+            mark_dynamic(example, [0, 1])
+        model = parallel(made(name), axes, (example,), **options)
+        session = Session.of(model)
+        assert session is not None
+        at_once = session._sized._programs
         found = steps(model, sizes)
     finally:
         sessions.canonical_capture = capture
-    session = Session.of(model)
-    assert session is not None
-    return found, captures, session._sized._programs
+    return found, captures, session._sized._programs, at_once
 
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
@@ -109,29 +114,38 @@ UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "sizes", "captures", "programs"),
+    ("name", "world", "sizes", "options", "captures", "programs"),
     [
-        ("Counting", 2, EVEN, 2, 1),
-        pytest.param("Counting", 2, AGAIN, 2, 1, marks=pytest.mark.slow),
-        pytest.param("Attending", 2, EVEN, 2, 1, marks=pytest.mark.slow),
-        pytest.param("Attending", 2, UNEVEN, 6, 5, marks=pytest.mark.slow),
-        pytest.param("Attending", 3, UNEVEN, 6, 6, marks=pytest.mark.slow),
-        pytest.param("Branching", 2, EVEN, 4, 2, marks=pytest.mark.slow),
+        ("Counting", 2, EVEN, {}, 2, 1),
+        ("Counting", 2, EVEN[:2], {"dynamic": {"batch", "sequence"}}, 2, 1),
+        pytest.param("Counting", 2, EVEN[:2], {"marked": True}, 2, 1, marks=pytest.mark.slow),
+        pytest.param("Counting", 2, AGAIN, {"backend": "aot_eager"}, 2, 1, marks=pytest.mark.slow),
+        pytest.param("Attending", 2, EVEN, {}, 2, 1, marks=pytest.mark.slow),
+        pytest.param("Attending", 2, UNEVEN, {}, 6, 5, marks=pytest.mark.slow),
+        pytest.param("Attending", 3, UNEVEN[:5], {}, 2, 4, marks=pytest.mark.slow),
+        pytest.param("Branching", 2, EVEN, {}, 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_at_every_size(
-    ranks: RankPool, name: str, world: int, sizes: list[tuple[int, int]], captures: int, programs: int
+    ranks: RankPool,
+    name: str,
+    world: int,
+    sizes: list[tuple[int, int]],
+    options: dict[str, Any],
+    captures: int,
+    programs: int,
 ) -> None:
     wanted = steps(made(name), sizes)
-    for found, captured, made_programs in ranks.run(
+    for found, captured, made_programs, at_once in ranks.run(
         parallel_steps,
         name,
         (("dp", world),),
         sizes,
-        {"backend": "aot_eager" if sizes == AGAIN else "eager"},
+        options,
         world=world,
     ):
         for size, got, alone in zip(sizes, found, wanted, strict=True):
             for one, other in zip(got, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"at {size}")
         assert captured <= captures and 0 < made_programs <= programs, (captured, made_programs)
+        assert at_once == (1 if "dynamic" in options or "marked" in options else 0)
