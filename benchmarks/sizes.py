@@ -167,7 +167,7 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
         options["in_placements"] = [Shard(SPLITS[plan])]
     elif plan != "free":
         options["constraints"] = family_constraints(plan, 1)
-    settings = {"backend": "eager", "profile": "cpu", "tune": "first", **options}
+    settings: dict[str, Any] = {"backend": "eager", "profile": "cpu", "tune": "first", **options}
     model = autoshard.autoshard(copy.deepcopy(alone), mesh, **settings)
     seen: dict[tuple[int, ...], list[tuple[float, Counter[str]]]] = {}
     worst = 0.0

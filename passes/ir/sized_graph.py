@@ -206,7 +206,8 @@ class SizedJoint:
     def at(self, sizes: Sequence[int], symbols: SizeSymbols | None = None) -> JointGraph | None:
         """None for sizes of which something does not hold that the graph was made under. symbols: of these sizes, in
         which the graph then is."""
-        numbers = self._evaluate(sizes if symbols is None else symbols.sizes)
+        given: Sequence[Any] = sizes if symbols is None else symbols.sizes
+        numbers = self._evaluate(given)
         if numbers is None:
             return None
         looks = Looks(self._module.looks, numbers, symbols)
