@@ -36,7 +36,7 @@ from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
 from autoshard.runtime.sized_calls import SizedAt, SizedCalls
-from autoshard.runtime.sized_programs import counts_no_rows
+from autoshard.runtime.sized_programs import is_for_sizes
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones
@@ -141,12 +141,12 @@ class Session:
         guards = Guards(self.model, captured.reads)  # of the parameters as they were placed
         if sized is not None:
             sized.call.guards = guards
-        may_be_sized = sized is not None and counts_no_rows(plan)
+        may_be_sized = sized is not None and is_for_sizes(plan)
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
             may_be_sized = self._sized.add_program(making, sized, plan)
         if sized is not None and self.settings.dynamic and not may_be_sized:
-            _log.warning("every size has a program of its own: the plan counts rows (halos, pieces, stages)")
+            _log.warning("every size has a program of its own: the plan is of pieces, stages or parts of given sizes")
         return self._executable(whole, programs, key, guards)
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:

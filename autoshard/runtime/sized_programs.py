@@ -23,17 +23,14 @@ from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
+from passes.plan.sized_plan import in_symbols
 
 _log = logging.getLogger("autoshard")
 
 
-def counts_no_rows(plan: Plan) -> bool:
-    """Whether nothing in a plan is a number of rows, so that it may be one of all sizes."""
-    if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
-        return False
-    layouts = [one for node in plan.planned.layouts.values() for one in (*node.operands, *node.results)]
-    counted = any(layout.has_halo or any(layout.sizes) for layout in layouts)
-    return not counted and not plan.planned.interiors
+def is_for_sizes(plan: Plan) -> bool:
+    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a batch has."""
+    return not isinstance(plan, PipelinePlan) and plan.micro_batches == plan.head_pieces == 1
 
 
 class _Taking:
@@ -195,8 +192,9 @@ def sized_program(
             symbols = SizeSymbols(sizes)
             joint = graph.at(sizes, symbols)
             assert joint is not None
-            (program,) = lowered_whole(home, joint, plan)
-            code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan), symbols)
+            plan_of_all = replace(plan, records=in_symbols(plan.records, joint, home.spec))
+            (program,) = lowered_whole(home, joint, plan_of_all)
+            code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan_of_all), symbols)
         code = code if code.is_at(sizes, call.lowered) else None
     except Exception as error:  # a pass that wants numbers
         _log.debug("no program for all sizes: %s", error)
