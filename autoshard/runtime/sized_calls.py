@@ -134,7 +134,7 @@ class Ready:
 
 @dataclass
 class _Kind:
-    """first: the first call, and its shapes. attempts: left to capture one with symbols."""
+    """first: the first call, and its shapes. attempts: left to capture one with symbols, until one serves another."""
 
     first: tuple[Captured, Shapes] | None = None
     sized: list[SizedCall] = field(default_factory=list)
@@ -179,6 +179,7 @@ class SizedCalls:
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
             if (found := sized.ready(shapes)) is not None:
                 program, values, numbers = found
+                self._kinds[kind].attempts = _ATTEMPTS
                 return Ready(home, sized, program, values, numbers, whole)
         return None
 
@@ -192,6 +193,7 @@ class SizedCalls:
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
+                known.attempts = _ATTEMPTS
                 return found
         plain: Captured | None = None
         if known.first is not None:
