@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from passes.capture import Captured, flatten_call
 from passes.ir.size_names import Dim, Shapes, SizeNames
 from passes.ir.sized_graph import SizedJoint, alike
 from passes.ir.torch_sizes import SizesLost
+from passes.layout.layout import Layout
 
 _log = logging.getLogger("autoshard")
 
@@ -53,12 +54,14 @@ class SizedCall:
     guards: Guards
     programs: list[SizedProgram] = field(default_factory=list)
 
-    def ready(self, shapes: Shapes) -> tuple[SizedProgram, tuple[int, ...], list[Any]] | None:
+    def ready(
+        self, shapes: Shapes, layouts: Mapping[int, Layout]
+    ) -> tuple[SizedProgram, tuple[int, ...], list[Any]] | None:
         """(the program for these shapes, their sizes, what it takes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
         for program in self.programs:
-            if (numbers := program.evaluate(values)) is not None:
+            if program.inputs == layouts and (numbers := program.evaluate(values)) is not None:
                 return program, values, numbers
         return None
 
@@ -175,12 +178,18 @@ class SizedCalls:
         return found if found is not None and all(one == found.name for one in agreed) else None
 
     def _ready(self, home: Home, whole: GlobalCall) -> Ready | None:
-        kind, shapes = _kind_of(home.model, whole)
+        found = self.known(home.model, whole)
+        return None if found is None else Ready(home, *found, whole)
+
+    def known(
+        self, model: nn.Module, whole: GlobalCall
+    ) -> tuple[SizedCall, SizedProgram, tuple[int, ...], list[Any]] | None:
+        """Of a call: its graph, the program for it, its sizes, and what that takes; None where there is none."""
+        kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
-            if (found := sized.ready(shapes)) is not None:
-                program, values, numbers = found
+            if (found := sized.ready(shapes, whole.layouts)) is not None:
                 self._kinds[kind].attempts = _ATTEMPTS
-                return Ready(home, sized, program, values, numbers, whole)
+                return sized, *found
         return None
 
     def captured(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from autoshard.watching.agreement import everyones
 from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled, same_nodes
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
+from passes.layout.layout import Layout
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
@@ -156,6 +157,7 @@ class PhaseCodeAt(PhaseCode):
     def alone(self, backend: str) -> PhaseCode:
         """The same, compiled for these sizes alone."""
         code = PhaseCode(self._program, backend)
+        _ = code.forward
         if self._code.backward is not None:
             code.backward(self._code.backward.missing)
         return code
@@ -169,11 +171,12 @@ class PhaseCodeAt(PhaseCode):
 
 @dataclass(frozen=True)
 class SizedProgram:
-    """number: the same on all ranks. evaluate: of sizes, what this rank's code takes, or None where something does not
-    hold that some rank asked."""
+    """number: the same on all ranks. inputs: layouts of those that ranks pass parts of. evaluate: of sizes, what this
+    rank's code takes, or None where something does not hold that some rank asked."""
 
     number: int
     plan: Plan
+    inputs: Mapping[int, Layout]
     code: SizedCode
     evaluate: Evaluation
 
@@ -204,4 +207,4 @@ def sized_program(
     if code is None or len(known) < len(asked):
         return None
     holds = list(dict.fromkeys(itertools.chain.from_iterable(known)))
-    return SizedProgram(number, plan, code, evaluation(len(sizes), holds, code.codes))
+    return SizedProgram(number, plan, call.layouts.inputs, code, evaluation(len(sizes), holds, code.codes))

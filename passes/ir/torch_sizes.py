@@ -45,7 +45,9 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
-        names = [ConstantSource(f"size_{next(_NUMBERS)}") for _ in hints]
+        # torch's are a hundred, and a symbol named as one of another graph is that one to whatever remembers either.
+        self.env._generate_unique_id = lambda source_name: next(_NUMBERS)
+        names = [ConstantSource(f"size_{place}") for place, _ in enumerate(hints)]
         make = self.env.create_symbol
         self._symbols = [
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
@@ -87,7 +89,8 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     names = ", ".join(f"s{place}" for place in range(count))
-    code = f"lambda {names}: [{', '.join(numbers)}] if {' and '.join([*holds, 'True'])} else None"
+    every = " and ".join(f"({one})" for one in (*holds, "True"))  # one may be "a or b"
+    code = f"lambda {names}: [{', '.join(numbers)}] if {every} else None"
     evaluated = eval(code, dict(SYMPY_INTERP))
     return lambda sizes: evaluated(*sizes)
 

@@ -130,7 +130,12 @@ def parallel_steps(
         found = steps(model, sizes, part)
     finally:
         sessions.canonical_capture = capture
-    return found, captures, session._sized._programs, at_once
+    said = found, captures, session._sized._programs, at_once
+    if rank == 0 and not split:  # which searched
+        rows, tokens = sizes[0]
+        assert session.plan.step_time_at(batch=rows) == session.plan.step_time
+        assert session.plan.memory_at(sequence=4 * tokens) > session.plan.peak_memory
+    return said
 
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
