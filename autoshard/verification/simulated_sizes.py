@@ -13,11 +13,13 @@ from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
-from autoshard.runtime.sized_programs import SizedCode, SizedProgram, counts_no_rows
+from autoshard.runtime.sized_programs import SizedCode, SizedProgram, is_for_sizes
 from autoshard.verification.simulated_step import rank_programs
 from passes.capture import Captured
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.lower.rank_program import RankProgram, rank_program
+from passes.plan.planned_graph import PlannedGraph
+from passes.plan.sized_plan import in_symbols
 from passes.simulate.lockstep import simulated_groups
 
 _log = logging.getLogger("autoshard")
@@ -61,11 +63,11 @@ class SimulatedSizes:
         captured, sized = self.calls.captured(self.model, whole, capture)
         plan = self.planned(captured, whole)
         programs = rank_programs(captured.joint, plan)[0]
-        if sized is not None and counts_no_rows(plan):
-            self._add(sized, plan, programs)
+        if sized is not None and is_for_sizes(plan):
+            self._add(sized, plan, whole, programs)
         return Runs(captured, plan, programs, ALONE)
 
-    def _add(self, sized: SizedAt, plan: Plan, lowered: Sequence[RankProgram]) -> None:
+    def _add(self, sized: SizedAt, plan: Plan, whole: GlobalCall, lowered: Sequence[RankProgram]) -> None:
         """`autoshard.runtime.sized_programs.sized_program`, of all ranks."""
         sizes, ranks = sized.values, range(plan.mesh.device_count)
         try:
@@ -77,7 +79,7 @@ class SimulatedSizes:
         if all(same):
             holds = list(dict.fromkeys(one for code in codes for one in code.holds))
             made = [(code, evaluation(len(sizes), holds, code.codes)) for code in codes]
-            sized.call.programs.append(SizedProgram(len(self.codes), plan, *made[0]))
+            sized.call.programs.append(SizedProgram(len(self.codes), plan, whole.layouts, *made[0]))
             self.codes.append(made)
 
     def _code(self, sized: SizedAt, plan: Plan, rank: int) -> SizedCode:
@@ -86,7 +88,8 @@ class SimulatedSizes:
             joint = sized.call.joint.at(sized.values, symbols)
             assert joint is not None
             groups = simulated_groups(plan.mesh)
-            program = rank_program(joint, plan.planned, plan.mesh, rank, groups)
+            planned = PlannedGraph(in_symbols(plan.records, joint, plan.mesh))
+            program = rank_program(joint, planned, plan.mesh, rank, groups)
             return SizedCode(program, CallEnds((), ()), symbols)
 
 
