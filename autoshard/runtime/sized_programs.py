@@ -30,8 +30,12 @@ _log = logging.getLogger("autoshard")
 
 
 def is_for_sizes(plan: Plan) -> bool:
-    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a batch has."""
-    return not isinstance(plan, PipelinePlan) and plan.micro_batches == plan.head_pieces == 1
+    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a batch has, or a
+    rank's part of what goes in or comes out."""
+    if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
+        return False
+    ends = (*plan.inputs.values(), *plan.outputs.values())
+    return not any(one is not None and (one.has_halo or any(one.sizes)) for one in ends)
 
 
 class _Taking:
