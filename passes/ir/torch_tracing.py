@@ -1,7 +1,4 @@
-"""Private torch APIs that tracing a model needs: one small function each, saying what it is for.
-
-The others are in `passes/ir/torch_compat.py`. Supported: see there.
-"""
+"""Private torch APIs that tracing a model needs, and what for; others and versions: `passes/ir/torch_compat.py`."""
 
 from __future__ import annotations
 
