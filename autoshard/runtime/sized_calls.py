@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,13 +23,13 @@ from autoshard.runtime.step import Program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
+from passes.ir.size_names import Dim, Shapes, SizeNames
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizeSymbols, SymbolicShapes
+from passes.ir.torch_sizes import SizesLost
+from passes.layout.layout import Layout
 
 _log = logging.getLogger("autoshard")
 
-Shapes = Sequence[tuple[int, ...]]
-"""Global shapes of a call's tensors."""
 CaptureAs = Callable[..., Captured]
 """Captures a call. sizes: its shapes in symbols (`canonical_capture`)."""
 
@@ -43,40 +43,7 @@ def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
     return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
 
 
-@dataclass(frozen=True)
-class SizeNames:
-    """Which dims of a call's tensors are one size: those that were alike in two calls. places: of each tensor, per dim
-    which size it is, or the number that it always was."""
-
-    places: tuple[tuple[tuple[str, int], ...], ...]
-    count: int
-
-    @staticmethod
-    def of(one: Shapes, two: Shapes) -> SizeNames:
-        """Dims of 0 or 1 are no sizes: what is done with these is something else."""
-        known: dict[tuple[int, int], int] = {}
-        place = lambda pair: (
-            ("size", known.setdefault(pair, len(known))) if min(pair) > 1 else ("is", pair[1])
-        )
-        places = [tuple(map(place, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True)]
-        return SizeNames(tuple(places), len(known))
-
-    def values(self, shapes: Shapes) -> tuple[int, ...] | None:
-        """None where dims differ that were alike."""
-        found: dict[int, int] = {}
-        for shape, places in zip(shapes, self.places, strict=True):
-            for number, (kind, index) in zip(shape, places, strict=True):
-                if number != (index if kind == "is" else found.setdefault(index, number)):
-                    return None
-        return tuple(found[index] for index in range(self.count))
-
-    def symbolic(self, values: Sequence[int]) -> SymbolicShapes:
-        symbols = SizeSymbols(values)
-        size = lambda place: symbols.sizes[place[1]] if place[0] == "size" else place[1]
-        return SymbolicShapes(symbols, [tuple(map(size, places)) for places in self.places])
-
-
-@dataclass(frozen=True)
+@dataclass
 class SizedCall:
     """A call captured with symbols. guards: what its graph depends on in the model."""
 
@@ -87,12 +54,14 @@ class SizedCall:
     guards: Guards
     programs: list[SizedProgram] = field(default_factory=list)
 
-    def ready(self, shapes: Shapes) -> tuple[SizedProgram, tuple[int, ...], list[Any]] | None:
+    def ready(
+        self, shapes: Shapes, layouts: Mapping[int, Layout]
+    ) -> tuple[SizedProgram, tuple[int, ...], list[Any]] | None:
         """(the program for these shapes, their sizes, what it takes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
         for program in self.programs:
-            if (numbers := program.evaluate(values)) is not None:
+            if program.inputs == layouts and (numbers := program.evaluate(values)) is not None:
                 return program, values, numbers
         return None
 
@@ -168,7 +137,7 @@ class Ready:
 
 @dataclass
 class _Kind:
-    """first: the first call, and its shapes. attempts: left to capture one with symbols."""
+    """first: the first call, and its shapes. attempts: left to capture one with symbols, until one serves another."""
 
     first: tuple[Captured, Shapes] | None = None
     sized: list[SizedCall] = field(default_factory=list)
@@ -194,12 +163,13 @@ class SizedCalls:
                 sized.programs.clear()
         self._programs = 0
 
-    def add_program(self, call: Call, sized: SizedAt, plan: Plan) -> None:
+    def add_program(self, call: Call, sized: SizedAt, plan: Plan) -> bool:
         """One for calls like `call`, if there can be one. All ranks come here together."""
         program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
         if program is not None:
             sized.call.programs.append(program)
             self._programs += 1
+        return program is not None
 
     def ready(self, home: Home, whole: GlobalCall | None) -> Ready | None:
         """What runs a call by a program there is, if all ranks have that one."""
@@ -217,59 +187,72 @@ class SizedCalls:
         """Of a call: its graph, the program for it, its sizes, and what that takes; None where there is none."""
         kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
-            if (found := sized.ready(shapes)) is not None:
+            if (found := sized.ready(shapes, whole.layouts)) is not None:
+                self._kinds[kind].attempts = _ATTEMPTS
                 return sized, *found
         return None
 
     def captured(
-        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs
+        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs, dynamic: Collection[Dim] = ()
     ) -> tuple[Captured, SizedAt | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
-        others by what that says of their sizes."""
+        others by what that says of their sizes. dynamic: dims that are symbols at once."""
         kind, shapes = _kind_of(model, whole)
         known = self._kinds.setdefault(kind, _Kind())
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
+                known.attempts = _ATTEMPTS
                 return found
-        if known.first is not None and known.attempts and known.first[1] != shapes:
+        plain: Captured | None = None
+        if known.first is not None:
+            names = SizeNames.of(known.first[1], shapes)
+        else:
+            names = SizeNames.given(shapes, dynamic)
+            plain = _plain(known, shapes, capture) if names.count else None
+        if known.first is not None and known.attempts and (plain is not None or known.first[1] != shapes):
             known.attempts -= 1
-            if (found := self._with_symbols(model, kind, known.first, shapes, capture)) is not None:
+            try:
+                found = self._with_symbols(model, kind, names, known.first, shapes, capture)
                 known.sized.append(found[1].call)
                 return found
+            except Exception as error:  # whatever code says to a number that is a symbol
+                level = logging.DEBUG if plain is None else logging.WARNING
+                _log.log(level, "no graph for all sizes, each is captured by itself: %s", error)
             if known.attempts and not known.sized:
                 known.attempts -= 1
-        found = capture()
-        if not found.call.checks:
-            known.first = found, shapes
-        return found, None
+        return plain or _plain(known, shapes, capture), None
 
     def _with_symbols(
         self,
         model: nn.Module,
         kind: Hashable,
+        names: SizeNames,
         first: tuple[Captured, Shapes],
         shapes: Shapes,
         capture: CaptureAs,
-    ) -> tuple[Captured, SizedAt] | None:
+    ) -> tuple[Captured, SizedAt]:
         """Only where it says of a call that was captured what that capture said."""
         before, before_shapes = first
-        names = SizeNames.of(before_shapes, shapes)
-        try:
-            values = names.values(shapes)
-            assert values is not None
-            symbolic = names.symbolic(values)
-            captured = capture(sizes=symbolic)
-            if replace(captured.call, key=before.call.key) != before.call:
-                return None
-            joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-            sized = SizedCall(kind, names, captured, joint, Guards(model, captured.reads))
-            found, there = sized.at(shapes), sized.at(before_shapes)
-        except Exception as error:  # whatever code says to a number that is a symbol
-            _log.debug("no graph for all sizes: %s", error)
-            return None
+        values = names.values(shapes)
+        assert values is not None
+        symbolic = names.symbolic(values)
+        captured = capture(sizes=symbolic)
+        if replace(captured.call, key=before.call.key) != before.call:
+            raise SizesLost("what the call returns or changes depends on them")
+        joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
+        sized = SizedCall(kind, names, captured, joint, Guards(model, captured.reads))
+        found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found
         if found is None or there is None or not alike(before.joint, there[0].joint):
-            return None
+            raise SizesLost("the model computes something else at each")
         return found
+
+
+def _plain(kind: _Kind, shapes: Shapes, capture: CaptureAs) -> Captured:
+    """The graph of these sizes alone."""
+    found = capture()
+    if not found.call.checks:
+        kind.first = found, shapes
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,9 +20,11 @@ from autoshard.watching.agreement import everyones
 from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled, same_nodes
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
+from passes.layout.layout import Layout
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
+from passes.plan.sized_plan import in_symbols
 
 _log = logging.getLogger("autoshard")
 
@@ -30,13 +32,13 @@ CompileSized = Callable[[fx.GraphModule], tuple[Compiled, list[Any]]]
 """As `compile_sized`."""
 
 
-def counts_no_rows(plan: Plan) -> bool:
-    """Whether nothing in a plan is a number of rows, so that it may be one of all sizes."""
+def is_for_sizes(plan: Plan) -> bool:
+    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a batch has, or a
+    rank's part of what goes in or comes out."""
     if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
         return False
-    layouts = [one for node in plan.planned.layouts.values() for one in (*node.operands, *node.results)]
-    counted = any(layout.has_halo or any(layout.sizes) for layout in layouts)
-    return not counted and not plan.planned.interiors
+    ends = (*plan.inputs.values(), *plan.outputs.values())
+    return not any(one is not None and (one.has_halo or any(one.sizes)) for one in ends)
 
 
 class _Taking:
@@ -190,11 +192,12 @@ class PhaseCodeAt(PhaseCode):
 
 @dataclass(frozen=True)
 class SizedProgram:
-    """number: the same on all ranks. evaluate: of sizes, what this rank's code takes, or None where something does not
-    hold that some rank asked."""
+    """number: the same on all ranks. inputs: layouts of those that ranks pass parts of. evaluate: of sizes, what this
+    rank's code takes, or None where something does not hold that some rank asked."""
 
     number: int
     plan: Plan
+    inputs: Mapping[int, Layout]
     code: SizedCode
     evaluate: Evaluation
 
@@ -213,8 +216,9 @@ def sized_program(
             symbols = SizeSymbols(sizes)
             joint = graph.at(sizes, symbols)
             assert joint is not None
-            (program,) = lowered_whole(home, joint, plan)
-            code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan), symbols)
+            plan_of_all = replace(plan, records=in_symbols(plan.records, joint, home.spec))
+            (program,) = lowered_whole(home, joint, plan_of_all)
+            code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan_of_all), symbols)
         code = code if code.is_at(sizes, call.lowered) else None
     except Exception as error:  # a pass that wants numbers
         _log.debug("no program for all sizes: %s", error)
@@ -224,4 +228,4 @@ def sized_program(
     if code is None or len(known) < len(asked):
         return None
     holds = list(dict.fromkeys(itertools.chain.from_iterable(known)))
-    return SizedProgram(number, plan, code, evaluation(len(sizes), holds, code.codes))
+    return SizedProgram(number, plan, call.layouts.inputs, code, evaluation(len(sizes), holds, code.codes))

@@ -13,12 +13,14 @@ from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
-from autoshard.runtime.sized_programs import SizedCode, SizedProgram, counts_no_rows
+from autoshard.runtime.sized_programs import SizedCode, SizedProgram, is_for_sizes
 from autoshard.verification.simulated_step import rank_programs
 from passes.capture import Captured
 from passes.compile.compile_graph import Compiled
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.lower.rank_program import RankProgram, rank_program
+from passes.plan.planned_graph import PlannedGraph
+from passes.plan.sized_plan import in_symbols
 from passes.simulate.lockstep import simulated_groups
 
 _log = logging.getLogger("autoshard")
@@ -63,11 +65,11 @@ class SimulatedSizes:
         captured, sized = self.calls.captured(self.model, whole, capture)
         plan = self.planned(captured, whole)
         programs = rank_programs(captured.joint, plan)[0]
-        if sized is not None and counts_no_rows(plan) and len(self.codes) < self.most:
-            self._add(sized, plan, programs)
+        if sized is not None and is_for_sizes(plan) and len(self.codes) < self.most:
+            self._add(sized, plan, whole, programs)
         return Runs(captured, plan, programs, ALONE)
 
-    def _add(self, sized: SizedAt, plan: Plan, lowered: Sequence[RankProgram]) -> None:
+    def _add(self, sized: SizedAt, plan: Plan, whole: GlobalCall, lowered: Sequence[RankProgram]) -> None:
         """`autoshard.runtime.sized_programs.sized_program`, of all ranks; nothing is compiled."""
         sizes, mesh, groups = sized.values, plan.mesh, simulated_groups(plan.mesh)
         try:
@@ -75,9 +77,8 @@ class SimulatedSizes:
                 symbols = SizeSymbols(sizes)
                 joint = sized.call.joint.at(sizes, symbols)
                 assert joint is not None
-                programs = [
-                    rank_program(joint, plan.planned, mesh, r, groups) for r in range(mesh.device_count)
-                ]
+                planned = PlannedGraph(in_symbols(plan.records, joint, mesh))
+                programs = [rank_program(joint, planned, mesh, r, groups) for r in range(mesh.device_count)]
                 codes = [SizedCode(one, CallEnds((), ()), symbols, _uncompiled) for one in programs]
             same = [code.is_at(sizes, [own]) for code, own in zip(codes, lowered, strict=True)]
         except Exception as error:  # a pass that wants numbers
@@ -85,7 +86,7 @@ class SimulatedSizes:
             return
         if all(same):
             made = [(code, evaluation(len(sizes), codes[-1].holds, code.codes)) for code in codes]
-            sized.call.programs.append(SizedProgram(len(self.codes), plan, *made[0]))
+            sized.call.programs.append(SizedProgram(len(self.codes), plan, whole.layouts, *made[0]))
             self.codes.append(made)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
+from passes.ir.torch_dispatch import onednn_off, replaced_attribute, replaced_kernels
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -86,6 +86,11 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     code = f"lambda {names}: [{', '.join(numbers)}] if {every} else None"
     evaluated = eval(code, dict(SYMPY_INTERP))
     return lambda sizes: evaluated(*sizes)
+
+
+def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
+    """Those that `torch._dynamo.mark_dynamic` was called for. Since 2.0."""
+    return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
 
 
 def expression_of(number: Any) -> Any:
@@ -162,8 +167,11 @@ _SIZED_LIKE = {
 
 @contextmanager
 def results_sized() -> Generator[None]:
-    """Inside, every op says of sizes in symbols what its results look like."""
+    """Inside, every op says of sizes in symbols what its results look like, and asks of none which library would be
+    faster."""
     with ExitStack() as stack:
+        stack.enter_context(onednn_off())
+        stack.enter_context(torch.backends.nnpack.flags(enabled=False))
         for names, made in _SIZED_LIKE.items():
             for name in names.split():
                 op = getattr(torch.ops.aten, name).default

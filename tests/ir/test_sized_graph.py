@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,40 @@ class Conv(nn.Module):
         return F.silu(self.conv(x)).mean()
 
 
+class Resizing(nn.Module):
+    """Half the size and back, over images [b, 3, t, t + 2]."""
+
+    def __init__(self, **to: float) -> None:
+        super().__init__()
+        self.down, self.to = nn.Conv2d(3, 4, 3, 2, padding=1), to
+
+    def forward(self, x: Tensor) -> Tensor:
+        to: dict[str, Any] = self.to or {"size": x.shape[2:]}
+        return F.interpolate(self.down(x), mode="bilinear", **to)[..., 1:-1].mean()
+
+
+class Masked(nn.Module):
+    """Attention whose mask shows the keys that `seen` says."""
+
+    def __init__(self, seen: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.seen = nn.Linear(WIDTH, WIDTH), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, place = self.mix(x).unsqueeze(1), torch.arange(x.shape[1])
+        mask = self.seen(place.unsqueeze(1), place)
+        return F.scaled_dot_product_attention(x, x, x, mask).mean()
+
+
+def causal() -> nn.Module:
+    return Masked(lambda query, key: key <= query)
+
+
+def near() -> nn.Module:
+    """Keys up to three before a query: all of them in short sequences."""
+    return Masked(lambda query, key: (key <= query) & (key > query - 20))
+
+
 def words(size: Sizes) -> Tensor:
     return torch.randint(0, WORDS, size)
 
@@ -113,6 +148,10 @@ def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
         (Experts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (SortedExperts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (Branch, rows, [(6, 5), (5, 3)], [(4, 5), (2, 5)]),
+        (Resizing, images, [(5, 9), (17, 12)], [(3, 2)]),
+        (lambda: Resizing(scale_factor=1.5), images, [(3, 12)], []),
+        (causal, rows, [(5, 7), (2, 300)], [(5, 1), (5, 1025)]),
+        (near, rows, [(5, 7), (2, 16)], [(5, 1), (5, 19), (2, 21)]),
     ],
 )
 def test_at_other_sizes_it_is_what_a_capture_gives(
@@ -122,12 +161,13 @@ def test_at_other_sizes_it_is_what_a_capture_gives(
     others: list[Sizes],
 ) -> None:
     model, first = make(), batch((6, 10))
-    sizes = symbolic(first.shape, 2)
-    sized = SizedJoint(sizes.symbols, 2, canonical_capture(model, (first,), {}, sizes=sizes).joint)
+    count = first.ndim - (batch is rows)
+    sizes = symbolic(first.shape, count)
+    sized = SizedJoint(sizes.symbols, count, canonical_capture(model, (first,), {}, sizes=sizes).joint)
     for size in serves:
-        found = sized.at(size)
+        found = sized.at(batch(size).shape[:count])
         assert found is not None and alike(found, canonical_capture(model, (batch(size),), {}).joint), size
-    assert [sized.at(size) for size in others] == [None] * len(others)
+    assert [sized.at(batch(size).shape[:count]) for size in others] == [None] * len(others)
 
 
 def test_a_size_that_the_model_fixes_is_a_guard() -> None:
