@@ -96,8 +96,8 @@ class OfferedStates:
         pinned: Collection[str] | None = None,
         overlaps: Sequence[PhaseOverlap] | None = None,
     ) -> Self:
-        """overlaps: of a good plan of `joint`, None where no timeline says. pinned: the ops that are computed again, and
-        no others; None: any may be.
+        """overlaps: of a good plan of `joint`, None where no timeline says. pinned: the ops that are computed again,
+        and no others; None: any may be.
 
         Copies live as long as the backward of the part of the forward that they are of (`passes.states.offers`):
         small parts first, then twice as large ones, as then less is kept.
@@ -132,8 +132,8 @@ class OfferedStates:
         """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
 
         limit: what an error says instead: the memory limit of the program, and what of it every plan needs besides.
-        gap: to the bound, at which they are good enough. known: seconds of a plan that has to be bettered, so that it is
-        enough to prove that there are none. Raises NoStates.
+        gap: to the bound, at which they are good enough. known: seconds of a plan that has to be bettered, so that it
+        is enough to prove that there are none. Raises NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
         for number, level in enumerate(self._offered(deadline)):

@@ -30,7 +30,7 @@ def check_states(seed: int, most: int) -> None:
     spaces = graph.spaces()
     free = within(spaces[0], graph.prices, 2**60)
     peak = spaces[0].problem.peak(free.choice)[0]
-    offered = OfferedStates.of(graph.joint, graph.prices, graph.boundary, spaces[0].assignment(free.choice))
+    offered = OfferedStates.of(graph.joint, graph.prices, graph.boundary)
     for share in ROOMS:
         room = int(share * peak)
         try:
