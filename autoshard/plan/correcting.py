@@ -136,8 +136,8 @@ class Correcting:
             if not patience or (found is None and not again):
                 return
             # Counted as a program is, these fitted, and their own program does not.
-            if self.best is None and number > 0:
-                over = 0 if found is None else self.needs(found) - self.limit
+            over = 0 if found is None else self.needs(found) - self.limit
+            if number > 0 and (over > 0 or self.best is None):
                 less += max(over, int(_LESS * self.limit))
             if found is not None:
                 room = self.limit - self.reserve(found)
