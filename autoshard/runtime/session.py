@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
+from autoshard.plan.other_sizes import OtherSizes
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
-from autoshard.planning import canonical_capture
+from autoshard.planning import canonical_capture, capture_as_now
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
@@ -35,7 +36,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import SizedCall, SizedCalls
+from autoshard.runtime.sized_calls import SizedAt, SizedCalls
 from autoshard.runtime.sized_programs import counts_no_rows
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
@@ -53,6 +54,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.layout.layout import Layout
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -79,6 +81,8 @@ class Session:
         self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
         self._sized = SizedCalls()
+        self._asked: list[list[tuple[int, ...]]] | None = None
+        """Shapes of all ranks' inputs, where they are asked for at every call, of the last."""
         self.watch = watch_of(mesh)
 
     @staticmethod
@@ -101,7 +105,10 @@ class Session:
         """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
         sizes of all of them: every rank must get here."""
         key = flatten_call(args, kwargs)[1]
-        return (key, str(self._shapes(args, kwargs))) if self.settings.batch == "per_rank" else key
+        if self.settings.batch != "per_rank":
+            return key
+        self._asked = self._shapes(args, kwargs)
+        return key, str(self._asked)
 
     def _global_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
@@ -120,27 +127,28 @@ class Session:
 
         answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
-        shapes = self._shapes(args, kwargs)
-        if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
+        shapes = self._asked or self._shapes(args, kwargs)
+        whole = cache(lambda: self._global_call(args, kwargs, shapes))
+        if not answers and (ready := self._ready(args, kwargs, whole)) is not None:
             return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         with self.stages("tracing the model", detail):
-            capture = lambda: self._captured(args, kwargs, shapes, answers)
-            whole, captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
-        layouts = CallLayouts(
-            whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
-        )
-        fingerprint = fingerprint_of(self.settings, captured.joint, whole)
+            capture = lambda: self._captured(whole(), answers)
+            captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
+        layouts = CallLayouts(whole().layouts, self._ends(captured))
+        fingerprint = fingerprint_of(self.settings, captured.joint, whole())
         agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        programs = started(self, self._planner, making, fingerprint)
+        capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
+        sizes = OtherSizes.of(self.model, self.spec, whole(), captured, capture_there, self._ends)
+        programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
         plan, captured = programs.running.plan, programs.running.captured
         may_be_sized = sized is not None and counts_no_rows(plan)
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
             self._sized.add_program(making, sized, plan)
-        return self._executable(whole, programs, key, Guards(self.model, captured.reads))
+        return self._executable(whole(), programs, key, Guards(self.model, captured.reads))
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
         plan, captured = programs.running.plan, programs.running.captured
@@ -152,44 +160,43 @@ class Session:
         return Executable(self, replace(captured.call, key=key), programs, guards, check)
 
     def _ready(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[[], GlobalCall]
     ) -> Executable | None:
         """What runs a call of other sizes by a program there is; None where some rank has none."""
         if not self._sized.has_programs:
             return None
-        whole = None
+        found = None
         with suppress(ShardingError):  # which a program of its own says on all ranks
-            whole = self._global_call(args, kwargs, shapes)
-        ready = self._sized.ready(self, whole)
-        if ready is None or whole is None:
+            found = whole()
+        ready = self._sized.ready(self, found)
+        if ready is None or found is None:
             return None
         self.settle(ready.plan)
         key = flatten_call(args, kwargs)[1]
         running, backend = ready.running(), self.settings.backend
         programs = MadeAhead(running, None if backend == "eager" else lambda: ready.made(backend))
-        return self._executable(whole, programs, key, ready.guards)
+        return self._executable(found, programs, key, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
         check_unwrapped(self.model)
 
     def _captured(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        shapes: list[list[tuple[int, ...]]],
-        answers: Sequence[torch.Tensor],
-    ) -> tuple[GlobalCall, Captured, SizedCall | None]:
-        whole = self._global_call(args, kwargs, shapes)
+        self, whole: GlobalCall, answers: Sequence[torch.Tensor]
+    ) -> tuple[Captured, SizedAt | None]:
+        capture = partial(canonical_capture, self.model, whole.args, whole.kwargs, **self._captured_as)
+        if answers:
+            return capture(answers=answers), None
+        return self._sized.captured(self.model, whole, capture)
+
+    @property
+    def _captured_as(self) -> dict[str, Any]:
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
-        device = local_device(self.mesh)
-        capture = partial(
-            canonical_capture, self.model, whole.args, whole.kwargs, device=device, forward=forward
-        )
-        if answers:
-            return whole, capture(answers=answers), None
-        return whole, *self._sized.captured(self.model, whole, capture)
+        return {"device": local_device(self.mesh), "forward": forward}
+
+    def _ends(self, captured: Captured) -> dict[int, Layout | None]:
+        return output_layouts(captured, self.spec, self.settings.out_placements)
 
     def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None

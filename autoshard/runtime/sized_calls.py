@@ -83,7 +83,6 @@ class SizedCall:
     kind: Hashable
     names: SizeNames
     captured: Captured
-    symbols: SizeSymbols
     joint: SizedJoint
     guards: Guards
     programs: list[SizedProgram] = field(default_factory=list)
@@ -97,10 +96,20 @@ class SizedCall:
                 return program, values, numbers
         return None
 
-    def at(self, shapes: Shapes) -> Captured | None:
+    def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
         values = self.names.values(shapes)
         joint = None if values is None else self.joint.at(values)
-        return None if joint is None else replace(self.captured, joint=joint)
+        if values is None or joint is None:
+            return None
+        return replace(self.captured, joint=joint), SizedAt(self, values)
+
+
+@dataclass(frozen=True)
+class SizedAt:
+    """A call captured with symbols, and sizes for which it is."""
+
+    call: SizedCall
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -185,11 +194,11 @@ class SizedCalls:
                 sized.programs.clear()
         self._programs = 0
 
-    def add_program(self, call: Call, sized: SizedCall, plan: Plan) -> None:
-        """One for calls like that of `plan`, if there can be one. All ranks come here together."""
-        program = sized_program(call, self._programs, sized.captured.joint, sized.symbols, plan)
+    def add_program(self, call: Call, sized: SizedAt, plan: Plan) -> None:
+        """One for calls like `call`, if there can be one. All ranks come here together."""
+        program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
         if program is not None:
-            sized.programs.append(program)
+            sized.call.programs.append(program)
             self._programs += 1
 
     def ready(self, home: Home, whole: GlobalCall | None) -> Ready | None:
@@ -199,16 +208,22 @@ class SizedCalls:
         return found if found is not None and all(one == found.name for one in agreed) else None
 
     def _ready(self, home: Home, whole: GlobalCall) -> Ready | None:
-        kind, shapes = _kind_of(home.model, whole)
+        found = self.known(home.model, whole)
+        return None if found is None else Ready(home, *found, whole)
+
+    def known(
+        self, model: nn.Module, whole: GlobalCall
+    ) -> tuple[SizedCall, SizedProgram, tuple[int, ...], list[Any]] | None:
+        """Of a call: its graph, the program for it, its sizes, and what that takes; None where there is none."""
+        kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
             if (found := sized.ready(shapes)) is not None:
-                program, values, numbers = found
-                return Ready(home, sized, program, values, numbers, whole)
+                return sized, *found
         return None
 
     def captured(
         self, model: nn.Module, whole: GlobalCall, capture: CaptureAs
-    ) -> tuple[Captured, SizedCall | None]:
+    ) -> tuple[Captured, SizedAt | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
         others by what that says of their sizes."""
         kind, shapes = _kind_of(model, whole)
@@ -216,11 +231,11 @@ class SizedCalls:
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
-                return found, one
+                return found
         if known.first is not None and known.attempts and known.first[1] != shapes:
             known.attempts -= 1
             if (found := self._with_symbols(model, kind, known.first, shapes, capture)) is not None:
-                known.sized.append(found[1])
+                known.sized.append(found[1].call)
                 return found
             if known.attempts and not known.sized:
                 known.attempts -= 1
@@ -236,7 +251,7 @@ class SizedCalls:
         first: tuple[Captured, Shapes],
         shapes: Shapes,
         capture: CaptureAs,
-    ) -> tuple[Captured, SizedCall] | None:
+    ) -> tuple[Captured, SizedAt] | None:
         """Only where it says of a call that was captured what that capture said."""
         before, before_shapes = first
         names = SizeNames.of(before_shapes, shapes)
@@ -248,13 +263,13 @@ class SizedCalls:
             if replace(captured.call, key=before.call.key) != before.call:
                 return None
             joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-            sized = SizedCall(kind, names, captured, symbolic.symbols, joint, Guards(model, captured.reads))
+            sized = SizedCall(kind, names, captured, joint, Guards(model, captured.reads))
             found, there = sized.at(shapes), sized.at(before_shapes)
         except Exception as error:  # whatever code says to a number that is a symbol
             _log.debug("no graph for all sizes: %s", error)
             return None
         if there is None:
             before, there = capture(), found
-        if found is None or there is None or not alike(before.joint, there.joint):
+        if found is None or there is None or not alike(before.joint, there[0].joint):
             return None
-        return found, sized
+        return found

@@ -18,8 +18,7 @@ from autoshard.runtime.making import Call, ends_of, lowered_whole
 from autoshard.runtime.step import CompiledBackward, PhaseCode, placeholder_values, slots_of, tangent_values
 from autoshard.watching.agreement import everyones
 from passes.compile.compile_graph import Compiled, compile_sized
-from passes.ir.joint import JointGraph
-from passes.ir.sized_graph import Looks, Numbers, Place, SizedModule, filled, same_nodes
+from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled, same_nodes
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
@@ -160,6 +159,7 @@ class PhaseCodeAt(PhaseCode):
     def alone(self, backend: str) -> PhaseCode:
         """The same, compiled for these sizes alone."""
         code = PhaseCode(self._program, backend)
+        _ = code.forward
         if self._code.backward is not None:
             code.backward(self._code.backward.missing)
         return code
@@ -183,19 +183,22 @@ class SizedProgram:
 
 
 def sized_program(
-    call: Call, number: int, joint: JointGraph, symbols: SizeSymbols, plan: Plan
+    call: Call, number: int, graph: SizedJoint, sizes: Sequence[int], plan: Plan
 ) -> SizedProgram | None:
     """The program of a graph in symbols; None where some rank has none. All ranks come here together.
 
-    call, plan: whose sizes the symbols count as; it has been lowered, and at its sizes this program is the same. The
-    plan's layouts and transfers are then those of all sizes for which the same holds: whatever making the program asked
-    of sizes comes out alike for them on every rank."""
+    call, plan, sizes: of a call that has been lowered, and at whose sizes this program is the same. The plan's layouts
+    and transfers are then those of all sizes for which the same holds: whatever making the program asked of sizes comes
+    out alike for them on every rank."""
     home = call.home
     try:
         with symbolic_sizes():
+            symbols = SizeSymbols(sizes)
+            joint = graph.at(sizes, symbols)
+            assert joint is not None
             (program,) = lowered_whole(home, joint, plan)
             code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan), symbols)
-        code = code if code.is_at(symbols.hints, call.lowered) else None
+        code = code if code.is_at(sizes, call.lowered) else None
     except Exception as error:  # a pass that wants numbers
         _log.debug("no program for all sizes: %s", error)
         code = None
@@ -204,4 +207,4 @@ def sized_program(
     if code is None or len(known) < len(asked):
         return None
     holds = list(dict.fromkeys(itertools.chain.from_iterable(known)))
-    return SizedProgram(number, plan, code, evaluation(len(symbols.sizes), holds, code.codes))
+    return SizedProgram(number, plan, code, evaluation(len(sizes), holds, code.codes))

@@ -16,6 +16,7 @@ from passes.compile.bind_device import WriteIntoBuckets
 from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager
 from passes.compile.join_linears import JoinLinears
+from passes.compile.kept_code import code_name, keep_code, kept_code
 from passes.ir.autocast_off import autocast_off
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective, is_view
@@ -178,6 +179,9 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     if backend == "eager":
         return boxed_forward(_for_eager(module, adding))
     assert not adding, "what compilers are given is functional"
+    name = code_name(module) if backend == "inductor" else None
+    if name is not None and (kept := kept_code(name)) is not None:
+        return kept
     expanded = name_collectives(expand_ops(module))
     examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
     with torch.no_grad(), torch_deprecations_ignored():
@@ -185,8 +189,10 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
             launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order():
-                call, source = compile_with_inductor(expanded, examples, partial(keep_strides, wanted=wanted))
+                last = partial(keep_strides, wanted=wanted)
+                call, source, key = compile_with_inductor(expanded, examples, last)
             _check_order(launches, source)
+            keep_code(name, key)
             return call
         compiler = lookup_compiler(backend)
         assert compiler is not None

@@ -7,14 +7,15 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute
+from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -44,7 +45,9 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
-        names = [ConstantSource(f"size_{next(_NUMBERS)}") for _ in hints]
+        # torch's are a hundred, and a symbol named as one of another graph is that one to whatever remembers either.
+        self.env._generate_unique_id = lambda source_name: next(_NUMBERS)
+        names = [ConstantSource(f"size_{place}") for place, _ in enumerate(hints)]
         make = self.env.create_symbol
         self._symbols = [
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
@@ -86,7 +89,8 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     names = ", ".join(f"s{place}" for place in range(count))
-    code = f"lambda {names}: [{', '.join(numbers)}] if {' and '.join([*holds, 'True'])} else None"
+    every = " and ".join(f"({one})" for one in (*holds, "True"))  # one may be "a or b"
+    code = f"lambda {names}: [{', '.join(numbers)}] if {every} else None"
     evaluated = eval(code, dict(SYMPY_INTERP))
     return lambda sizes: evaluated(*sizes)
 
@@ -107,8 +111,26 @@ def counts_as(number: Any) -> Any:
     return number.node.hint if isinstance(number, SYMBOLIC) else number
 
 
-def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
-    """Fakes of one new mode. Since 2.0."""
+def sizes_in(arguments: Any) -> list[Any]:
+    """The sizes that the symbolic numbers among arguments are computed from. Since 2.0."""
+    found: dict[Any, Any] = {}
+    for number in pytree.tree_leaves(arguments):
+        if isinstance(number, SYMBOLIC):
+            env = number.node.shape_env
+            for symbol in sorted(number.node.expr.free_symbols, key=str):
+                found.setdefault(symbol, env.create_symintnode(symbol, hint=None))
+    return list(found.values())
+
+
+def with_sizes(arguments: Any, sizes: Sequence[tuple[Any, int]]) -> Any:
+    """Arguments where every size in them, of `sizes_in`, is a number. Since 2.0."""
+    values = {size.node.expr: value for size, value in sizes}
+    plain = lambda n: int(n.node.expr.subs(values)) if isinstance(n, SYMBOLIC) else n
+    return pytree.tree_map(plain, arguments)
+
+
+def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[torch.Tensor]:
+    """Fakes of one new mode. symbols: that their shapes may have. Since 2.0."""
     from torch._subclasses import FakeTensorMode
 
     def made(look: Look) -> torch.Tensor:
@@ -120,7 +142,9 @@ def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
             fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fake.requires_grad_(grad)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.inference_mode(False):
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None if symbols is None else symbols.env)
+    mode.cache_enabled = symbols is None  # as in `fake_tensors`
+    with mode, torch.no_grad(), torch.inference_mode(False):
         return [made(look) for look in looks]
 
 
@@ -129,6 +153,28 @@ def symbols_unwarned() -> Generator[None]:
     """torch warns of graphs that hold symbolic numbers. Since torch 2.13."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Raw Sym")
+        yield
+
+
+_SIZED_LIKE = {
+    "softshrink_backward hardshrink_backward": lambda grad, *_: torch.empty_like(grad),
+    """
+    upsample_nearest1d_backward upsample_nearest3d_backward _upsample_nearest_exact1d_backward
+    _upsample_nearest_exact3d_backward upsample_linear1d_backward upsample_bilinear2d_backward
+    upsample_trilinear3d_backward upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward
+    """: lambda grad, _, shape, *__: grad.new_empty(shape),
+}
+"""What looks like the results of ops of which torch says it in C++ alone, for plain sizes: all that have rules."""
+
+
+@contextmanager
+def results_sized() -> Generator[None]:
+    """Inside, every op says of sizes in symbols what its results look like."""
+    with ExitStack() as stack:
+        for names, made in _SIZED_LIKE.items():
+            for name in names.split():
+                op = getattr(torch.ops.aten, name).default
+                stack.enter_context(replaced_kernels(op, {"Meta": made}))
         yield
 
 
@@ -146,6 +192,7 @@ def symbolic_sizes() -> Generator[None]:
         replaced_attribute(torch.SymInt, "__hash__", hashed),
         replaced_attribute(torch.SymFloat, "__hash__", hashed),
         symbols_unwarned(),
+        results_sized(),
         enable_python_dispatcher(),
     ):
         yield

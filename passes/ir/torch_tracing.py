@@ -1,7 +1,4 @@
-"""Private torch APIs that tracing a model needs: one small function each, saying what it is for.
-
-The others are in `passes/ir/torch_compat.py`. Supported: see there.
-"""
+"""Private torch APIs that tracing a model needs, and what for; others and versions: `passes/ir/torch_compat.py`."""
 
 from __future__ import annotations
 
@@ -206,6 +203,7 @@ def fake_tensors(
 
     env = None if symbols is None else symbols.env
     mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
+    mode.cache_enabled = env is None  # with symbols, to look for a result takes longer than to make it
     with mode, torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)

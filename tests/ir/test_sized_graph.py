@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes
+from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, evaluation
 
 WIDTH, WORDS = 8, 16
 Sizes = tuple[int, int]
@@ -48,6 +48,23 @@ class Experts(nn.Module):
         every = torch.einsum("btd,nde->btne", x, self.weights)
         picked = every.gather(2, which.unsqueeze(-1).expand(*which.shape, WIDTH))
         return (picked * value.unsqueeze(-1)).sum(2).pow(2).mean()
+
+
+class SortedExperts(nn.Module):
+    """The same, by rows sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        value, which = self.gate(rows).softmax(-1).topk(2, -1)
+        found, order = which.flatten().sort()
+        ends = F.one_hot(found, 4).sum(0).cumsum(0).to(torch.int32)
+        picked = F.grouped_mm(rows[order // 2], self.weights, offs=ends) * value.flatten()[order, None]
+        return picked[order.argsort()].unflatten(0, (-1, 2)).sum(1).pow(2).mean()
 
 
 class Branch(nn.Module):
@@ -94,6 +111,7 @@ def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
     [
         (Block, words, [(5, 5), (3, 11)], [(1, 4), (4, 1)]),
         (Experts, rows, [(4, 4), (2, 7)], [(1, 4)]),
+        (SortedExperts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (Branch, rows, [(6, 5), (5, 3)], [(4, 5), (2, 5)]),
     ],
 )
@@ -142,3 +160,15 @@ def test_other_graphs_are_not_alike() -> None:
     model = Branch()
     one, two = (canonical_capture(model, (rows(size),), {}).joint for size in ((3, 5), (3, 6)))
     assert alike(one, one) and not alike(one, two)
+
+
+def test_what_holds_is_a_list_of_conditions() -> None:
+    """One that is itself "a or b" says nothing of those before and behind it."""
+    double = evaluation(1, ["s0 >= 2", "s0 == 3 or s0 == 4", "s0 != 4"], ["2*s0"])
+    assert [double([size]) for size in (1, 3, 4, 5)] == [None, [6], None, None]
+
+
+def test_no_symbol_is_that_of_another_graph() -> None:
+    """Caches take two that have one name for the same."""
+    names = [str(size) for _ in range(80) for size in SizeSymbols([4, 6]).sizes]
+    assert len(set(names)) == len(names)

@@ -98,8 +98,13 @@ def parallel_steps(
     finally:
         sessions.canonical_capture = capture
     session = Session.of(model)
-    assert session is not None
-    return found, captures, session._sized._programs
+    assert session is not None and session.plan is not None
+    said = found, captures, session._sized._programs
+    if rank == 0:  # which searched
+        rows, tokens = sizes[0]
+        assert session.plan.step_time_at(batch=rows) == session.plan.step_time
+        assert session.plan.memory_at(sequence=4 * tokens) > session.plan.peak_memory
+    return said
 
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
