@@ -173,7 +173,7 @@ class CuttingPlanes:
     def add(self, choice: tuple[int, ...]) -> None:
         """A choice that was found, and its plane."""
         limit = self.problem.limit
-        over = np.zeros(0) if limit is None else self.problem.profile(choice) / max(limit, 1.0) - 1.0
+        over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
         plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
         if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
             self.rows.append(row)

@@ -61,6 +61,7 @@ class Columns:
     def find(self, room: float, time_limit: float, gap: float, known: float = math.inf) -> Solution:
         """The best choice that fits, until it is within `gap` of the bound, the bound is `known`, as what is faster is
         looked for, or what is brought makes little better. A small problem is solved to the end. Raises Infeasible."""
+        room = max(room, 1.0)  # what is over it is counted in shares
         problem, deadline = replace(self.problem, limit=room), time.monotonic() + time_limit
         if self._entries <= SMALL:
             search = CuttingPlanes(problem, self.kinds, deadline, True, 0.0)
