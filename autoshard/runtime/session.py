@@ -25,7 +25,7 @@ from autoshard.plan.task import CallLayouts
 from autoshard.planning import canonical_capture
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
+from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -35,8 +35,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import SizedCall, SizedCalls
-from autoshard.runtime.sized_programs import counts_no_rows
+from autoshard.runtime.sized_calls import MOST_FAILURES, AtSizes, SizedCall, SizedCalls
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones
@@ -134,12 +133,14 @@ class Session:
         agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        programs = started(self, self._planner, making, fingerprint)
-        plan, captured = programs.running.plan, programs.running.captured
-        may_be_sized = sized is not None and counts_no_rows(plan)
+        may_be_sized = sized is not None and sized.failures < MOST_FAILURES and self.plan is not None
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
-            self._sized.add_program(making, sized, plan)
+            with self.stages("finding a plan", fingerprint):
+                plan = self.replanned(making)
+            if (ready := self._sized.made(making, whole, sized, plan)) is not None:
+                return self._ready_for(whole, ready, key)
+        programs = started(self, self._planner, making, fingerprint)
         return self._executable(whole, programs, key, Guards(self.model, captured.reads))
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
@@ -154,7 +155,7 @@ class Session:
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
     ) -> Executable | None:
-        """What runs a call of other sizes by a program there is; None where some rank has none."""
+        """What runs a call by a program for all sizes that there is; None where some rank has none."""
         if not self._sized.has_programs:
             return None
         whole = None
@@ -163,11 +164,11 @@ class Session:
         ready = self._sized.ready(self, whole)
         if ready is None or whole is None:
             return None
-        self.settle(ready.plan)
-        key = flatten_call(args, kwargs)[1]
-        running, backend = ready.running(), self.settings.backend
-        programs = MadeAhead(running, None if backend == "eager" else lambda: ready.made(backend))
-        return self._executable(whole, programs, key, ready.guards)
+        return self._ready_for(whole, ready, flatten_call(args, kwargs)[1])
+
+    def _ready_for(self, whole: GlobalCall, ready: AtSizes, key: CallKey) -> Executable:
+        self.settle(ready.running.plan)
+        return self._executable(whole, ready, key, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)

@@ -178,8 +178,15 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     if backend == "eager":
         return boxed_forward(_for_eager(module, adding))
     assert not adding, "what compilers are given is functional"
-    expanded = name_collectives(expand_ops(module))
-    examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
+    return _compiled(name_collectives(expand_ops(module)), module, backend)
+
+
+def _compiled(
+    expanded: fx.GraphModule, module: fx.GraphModule, backend: str, numbers: Sequence[Any] = ()
+) -> Compiled:
+    """numbers: in symbols, that it takes after the inputs of `module`."""
+    tensors = expanded.graph.find_nodes(op="placeholder")[: len(module.graph.find_nodes(op="placeholder"))]
+    examples = [*fresh_fakes([node.meta["val"] for node in tensors]), *numbers]
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
@@ -202,13 +209,16 @@ def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphMo
 
 
 @autocast_off()
-def compile_sized(module: fx.GraphModule) -> tuple[Compiled, list[Any]]:
-    """`compile_graph` by "eager" of a graph whose sizes are symbols: what it makes takes, after the inputs, the values
-    of these numbers."""
-    made = _for_eager(module)
-    numbers = take_numbers(made.graph)
+def compile_sized(
+    module: fx.GraphModule, sizes: Sequence[Any], backend: str = "eager"
+) -> tuple[Compiled, list[Any]]:
+    """`compile_graph` of a graph whose sizes are symbols, made of `sizes`: what it makes takes, after the inputs, the
+    values of these numbers. A compiler may ask things of sizes, which must hold."""
+    is_eager = backend == "eager"
+    made = _for_eager(module) if is_eager else name_collectives(expand_ops(module))
+    numbers = take_numbers(made.graph, () if is_eager else sizes)
     made.recompile()
-    return boxed_forward(made), numbers
+    return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:

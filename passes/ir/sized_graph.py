@@ -73,8 +73,8 @@ class Numbers:
         return evaluation(count, self.holds() if holds is None else holds, self.codes())
 
 
-def take_numbers(graph: fx.Graph) -> list[Any]:
-    """The numbers in symbols among a graph's arguments, which become placeholders behind those that there are."""
+def take_numbers(graph: fx.Graph, sizes: Sequence[Any] = ()) -> list[Any]:
+    """`sizes` and the numbers in symbols among a graph's arguments: they become placeholders behind those there are."""
     taken: dict[Any, tuple[Any, fx.Node]] = {}
     ends = graph.find_nodes(op="placeholder")
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -88,6 +88,8 @@ def take_numbers(graph: fx.Graph) -> list[Any]:
                 taken[key] = argument, graph.placeholder(f"number_{len(taken)}")
         return taken[key][1]
 
+    for size in sizes:
+        input_of(size)
     for node in list(graph.nodes):
         if node.op == "call_function":
             args, kwargs = map_aggregate((node.args, node.kwargs), input_of)
@@ -111,10 +113,12 @@ def filled(argument: Any, numbers: Sequence[Any]) -> Any:
 class Looks:
     """Fakes of one mode, one for each look."""
 
-    def __init__(self, looks: Iterable[Any], numbers: Sequence[Any]) -> None:
+    def __init__(
+        self, looks: Iterable[Any], numbers: Sequence[Any], symbols: SizeSymbols | None = None
+    ) -> None:
         found: dict[Any, Look] = {look: filled(look, numbers) for look in looks}
         distinct = list(dict.fromkeys(found.values()))
-        fakes = dict(zip(distinct, fakes_of(distinct), strict=True))
+        fakes = dict(zip(distinct, fakes_of(distinct, symbols), strict=True))
         self.fakes = {look: fakes[one] for look, one in found.items()}
 
 
@@ -201,12 +205,12 @@ class SizedJoint:
         self._module = SizedModule(joint.module, numbers)
         self._evaluate = numbers.evaluation(count)
 
-    def at(self, sizes: Sequence[int]) -> JointGraph | None:
-        """None for sizes of which something does not hold that the graph was made under."""
+    def at(self, sizes: Sequence[int], symbols: SizeSymbols | None = None) -> JointGraph | None:
+        """None for sizes of which something does not hold that the graph was made under. symbols: that they are."""
         numbers = self._evaluate(sizes)
         if numbers is None:
             return None
-        module = self._module.at(numbers, Looks(self._module.looks, numbers), "JointGraph")
+        module = self._module.at(numbers, Looks(self._module.looks, numbers, symbols), "JointGraph")
         return JointGraph(
             module, self.joint.inputs, self.joint.outputs, self.joint.constants, self.joint.device
         )

@@ -50,7 +50,7 @@ class SizeSymbols:
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
         ]
         pairs = zip(self._symbols, hints, strict=True)
-        self.sizes = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
+        self.sizes: list[Any] = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
 
     def known(self) -> Iterator[Any]:
         """What holds of the sizes of a graph, in torch's expressions."""
@@ -107,8 +107,8 @@ def counts_as(number: Any) -> Any:
     return number.node.hint if isinstance(number, SYMBOLIC) else number
 
 
-def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
-    """Fakes of one new mode. Since 2.0."""
+def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None) -> list[torch.Tensor]:
+    """Fakes of one new mode, for sizes in `symbols`. Since 2.0."""
     from torch._subclasses import FakeTensorMode
 
     def made(look: Look) -> torch.Tensor:
@@ -120,7 +120,8 @@ def fakes_of(looks: Sequence[Look]) -> list[torch.Tensor]:
             fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fake.requires_grad_(grad)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.inference_mode(False):
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None if symbols is None else symbols.env)
+    with mode, torch.no_grad(), torch.inference_mode(False):
         return [made(look) for look in looks]
 
 
