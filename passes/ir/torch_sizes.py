@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -133,6 +133,13 @@ def symbols_unwarned() -> Generator[None]:
         yield
 
 
+def uncached_fakes() -> AbstractContextManager[Any]:
+    """A fake of symbolic sizes is made in less time than it is found in the cache of its mode (2.13). Since 2.2."""
+    import torch._dynamo.config as config
+
+    return config.patch(fake_tensor_cache_enabled=False)
+
+
 @contextmanager
 def symbolic_sizes() -> Generator[None]:
     """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike
@@ -147,6 +154,7 @@ def symbolic_sizes() -> Generator[None]:
         replaced_attribute(torch.SymInt, "__hash__", hashed),
         replaced_attribute(torch.SymFloat, "__hash__", hashed),
         symbols_unwarned(),
+        uncached_fakes(),
         enable_python_dispatcher(),
     ):
         yield

@@ -17,7 +17,7 @@ import torch
 
 from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_compat import fake_mode_of
-from passes.ir.torch_sizes import SizeSymbols
+from passes.ir.torch_sizes import SizeSymbols, uncached_fakes
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def fake_tensors(
             return result
 
     env = None if symbols is None else symbols.env
-    mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
+    with nullcontext() if env is None else uncached_fakes():
+        mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
     with mode, torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
