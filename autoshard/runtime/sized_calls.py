@@ -105,6 +105,8 @@ class AtSizes(MadeAhead):
     """A program for all sizes, for those of one call. It runs op by op until that program is compiled; where it is not
     for these sizes, they are compiled for alone."""
 
+    is_remade = True
+
     def __init__(
         self, home: Home, whole: GlobalCall, sized: SizedCall, program: SizedProgram, values: tuple[int, ...]
     ) -> None:
