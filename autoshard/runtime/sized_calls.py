@@ -170,6 +170,8 @@ class SizedCalls:
         """Their graphs stay."""
         for kind in self._kinds.values():
             for sized in kind.sized:
+                for program in sized.programs:
+                    program.end()
                 sized.programs.clear()
         self._programs = 0
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in
+from autoshard.runtime.beside import Beside, compiling
 from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call, ends_of, lowered_whole
@@ -196,11 +197,14 @@ def _agreed(home: Home, make: Callable[[], SizedCode], what: str) -> Agreed | No
 
 
 class SizedProgram:
-    """A program for all sizes: op by op at first, compiled at the third call of it. number: the same on all ranks."""
+    """A program for all sizes: op by op at first, compiled from its third call on, beside the steps if these are tuned
+    there. number: the same on all ranks. is_settled: whether nothing more will be compiled for all sizes."""
 
     def __init__(self, number: int, plan: Plan, eager: Agreed) -> None:
         self.number, self.plan, self._agreed = number, plan, eager
-        self._calls = 0
+        self.is_settled = False
+        self._calls, self._due = 0, MOST_EAGER + 1
+        self._beside: Beside | None = None
 
     def at(self, sizes: Sequence[int]) -> PhaseCodeAt | None:
         """None where something does not hold of them. The same on all ranks."""
@@ -211,20 +215,33 @@ class SizedProgram:
     def called(self, home: Home, kind: str) -> None:
         """Op by op, once more, for any sizes. All ranks come here together."""
         self._calls += 1
+        if self.is_settled or self._calls < self._due:
+            return
         backend, eager = home.settings.backend, self._agreed[0]
-        if self._calls == MOST_EAGER + 1:
-            with home.stages("compiling the plan", (kind, backend)):
-                compiled = _agreed(home, lambda: eager.compiled(backend), "compiling a plan")
-            self._agreed = compiled or self._agreed
-            if compiled is None:
-                _log.info("%s compiles no program for all sizes, but each for itself", backend)
+        if home.settings.tune == "background" and not self._is_compiled_beside(home, eager):
+            self._due += min(self._calls, MOST_CALLS)
+            return
+        with home.stages("compiling the plan", (kind, backend)):
+            compiled = _agreed(home, lambda: eager.compiled(backend), "compiling a plan")
+        self._agreed, self.is_settled = compiled or self._agreed, True
+        if compiled is None:
+            _log.info("%s compiles no program for all sizes, but each for itself", backend)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing more will be compiled for all sizes."""
-        return self._calls > MOST_EAGER
+    def _is_compiled_beside(self, home: Home, eager: SizedCode) -> bool:
+        """Whether it is in the compiler's cache, on all ranks."""
+        if self._beside is None:
+            self._beside = compiling(home, symbolic_sizes()(lambda: eager.compiled(home.settings.backend)))
+        self._beside.news()
+        return all(everyones(home.mesh, self._beside.ended, what="whether a program is compiled"))
+
+    def end(self) -> None:
+        """What goes on beside the steps."""
+        if self._beside is not None:
+            self._beside.end()
 
 
+MOST_CALLS = 64
+"""Calls after which ranks ask each other again how far they are."""
 MOST_EAGER = 2
 """Calls that run op by op: a last, smaller batch comes once an epoch, and compiling it takes longer than running it."""
 

@@ -104,7 +104,7 @@ def parallel_steps(
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
 COMPILED = [(8, 6), (4, 9), (6, 5), (6, 5), (2, 7), (10, 3), (5, 4)]
-"""Compiled from the third call by the program for all sizes on; the last is uneven."""
+"""Compiled at the third call of the program for all sizes; then rows of single words, and an uneven size."""
 UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 7)]
 
 
@@ -112,8 +112,8 @@ UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 
     ("name", "world", "sizes", "captures", "programs"),
     [
         ("Counting", 2, EVEN, 2, 1),
-        pytest.param("Counting", 2, COMPILED, 2, 2, marks=pytest.mark.slow),
-        pytest.param("Attending", 3, COMPILED, 2, 2, marks=pytest.mark.slow),
+        pytest.param("Counting", 2, COMPILED, 2, 3, marks=pytest.mark.slow),
+        pytest.param("Attending", 3, COMPILED, 2, 3, marks=pytest.mark.slow),
         pytest.param("Attending", 2, EVEN, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 2, UNEVEN, 6, 5, marks=pytest.mark.slow),
         pytest.param("Attending", 3, UNEVEN, 6, 6, marks=pytest.mark.slow),
