@@ -4,7 +4,6 @@ while a graph was made. Private torch APIs are used as in `passes.ir.torch_compa
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,10 +16,6 @@ import torch
 from passes.ir.torch_dispatch import replaced_attribute
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-_NUMBERS = itertools.count()
-"""A symbol has a name of its own, so that what is remembered of one graph's sizes is never another's."""
-
 
 Evaluation = Callable[[Sequence[int]], list[Any] | None]
 """Of values of the sizes: what some numbers are, or None where something does not hold."""
@@ -44,7 +39,7 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
-        names = [ConstantSource(f"size_{next(_NUMBERS)}") for _ in hints]
+        names = [ConstantSource(f"size_{place}") for place in range(len(hints))]
         make = self.env.create_symbol
         self._symbols = [
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
@@ -149,7 +144,8 @@ def symbolic_sizes() -> Generator[None]:
     Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    hashed = lambda number: hash(("a size", number.node.expr))  # a plain number's is never its
+    # What is remembered of one graph's sizes is never another's, whose symbols may have the same names.
+    hashed = lambda number: hash(("a size", id(number.node.shape_env), number.node.expr))
     with (
         replaced_attribute(torch.SymInt, "__hash__", hashed),
         replaced_attribute(torch.SymFloat, "__hash__", hashed),
