@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from passes.ir.collector import live
 
 _DEVICES = ("cpu", "cuda")
 _RECOMPUTE, _BATCH = ("auto", "user"), ("global", "per_rank")
@@ -58,7 +58,7 @@ def check_unwrapped(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             raise ShardingError(_text("fully_shard", name))
     ours = set(model.modules())
-    for wrapper in _live_wrappers():
+    for wrapper in live(_WRAPPERS):
         if not ours.isdisjoint(wrapper.modules()):
             raise ShardingError(_text(type(wrapper).__name__, ""))
 
@@ -84,11 +84,6 @@ def _text(wrapper: str, name: str) -> str:
 def _is_compiled(model: nn.Module) -> bool:
     original: Any = vars(model).get("_modules", {}).get("_orig_mod")
     return isinstance(original, nn.Module) and type(model).__name__ == "OptimizedModule"
-
-
-def _live_wrappers() -> list[nn.Module]:
-    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
-    return [o for o in gc.get_objects() if issubclass(type(o), _WRAPPERS)]
 
 
 def check_device(mesh: MeshSpec) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 from tqdm import tqdm
 
-from autoshard.cache_files import cache_folder, write_whole
+from cost_model.cache_files import cache_folder, write_whole
 from cost_model.checked_arguments import read_json
 from cost_model.errors import PlanError
 

@@ -74,9 +74,9 @@ def explain_plan(plan: PlanContent) -> str:
 
 def _proof(plan: PlanContent) -> Iterator[str]:
     yield f"predicted step {format_seconds(plan.step_time)}{_rehearsed(plan.rehearsed)}"
-    those = "that overlaps so" if plan.memory_limit is None else "without a limit"
+    those = "" if plan.memory_limit is None else " without a limit"
     yield (
-        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan {those} less than "
+        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan{those} less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})"
     )
     if plan.latency_decides:

@@ -20,6 +20,7 @@ from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_pr
 from autoshard.plan.plan_content import PlanContent, of_stages
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
+from autoshard.plan.plan_summary import plan_summary
 from autoshard.plan.why_not import Crossover, crossover_lines, why_not_family, why_not_pinned
 from autoshard.plan.why_not import crossovers as found_crossovers
 from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
@@ -41,8 +42,8 @@ class Plan(PlanContent):
     """The fastest plan under its profile's prices.
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
-                 counts them. lower_bound: none of a plan that overlaps so are fewer; within a limit, of the
-                 fastest plan without one. Programs that overlap better may take less. gap: (cost - lower_bound) / cost.
+                 counts them. lower_bound: no plan is counted fewer, within a limit none without one; lower, where a
+                 program that was judged is faster than counted. gap: (cost - lower_bound) / cost.
     status:      "optimal", or "feasible" if the time limit ended the proof or axes are joined.
     joined_axes: mesh axes that the search used together, because a mesh of so many axes has too many layouts: bound
                  and gap are of plans that do so. () joins none.
@@ -90,6 +91,10 @@ class Plan(PlanContent):
     def collective_axes(self) -> list[tuple[str, ...]]:
         """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
         return [c.axes for stage in self.stages for size in stage.sizes for c in size.collectives]
+
+    def __str__(self) -> str:
+        """One screen: mesh, step, memory, gap, and what each axis does."""
+        return plan_summary(self)
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph, of every stage, in the text form of docs/plans.md."""

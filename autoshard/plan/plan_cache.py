@@ -16,12 +16,12 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from autoshard.cache_files import cache_folder, code_fingerprint, keep_file
 from autoshard.plan.families import FAMILIES, Variant
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.why_not import is_of_family
+from cost_model.cache_files import cache_folder, code_fingerprint, keep_file
 from cost_model.checked_arguments import read_json
 from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError

@@ -74,7 +74,7 @@ def _held(plan: PlanContent) -> str:
 
 def _moved(plan: PlanContent) -> Mapping[str, list[str]]:
     """What moves -> "all_gather[dp]", those that take longest first."""
-    parameters = _made_of_parameters(plan.records)
+    parameters = made_of_parameters(plan.records)
     seconds: dict[str, Counter[str]] = defaultdict(Counter)
     for collective in plan.collectives:
         way = f"{collective.name}[{','.join(collective.axes)}]"
@@ -93,7 +93,7 @@ def _what(collective: Collective, parameters: set[str]) -> str:
     return "gradients" if gradient else "activations"
 
 
-def _made_of_parameters(records: Iterable[NodeRecord]) -> set[str]:
+def made_of_parameters(records: Iterable[NodeRecord]) -> set[str]:
     """Parameters, and what ops of one operand make of them: casts and views."""
     found: set[str] = set()
     for record in records:

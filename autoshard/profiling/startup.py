@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cache_files import cache_folder, keep_file
 from autoshard.watching.agreement import everyones, from_first
+from cost_model.cache_files import cache_folder, keep_file
 from cost_model.errors import ProfileError
 from cost_model.measure.peers import collective_backend, device_name, host_name
 from cost_model.measure.sampling import by_device

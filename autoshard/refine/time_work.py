@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cache_files import keep_file
 from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
+from cost_model.cache_files import keep_file
 from cost_model.checked_arguments import read_json
 from cost_model.errors import ProfileError
 from cost_model.groups import group_shape

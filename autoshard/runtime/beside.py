@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-import torch
-
 from autoshard.refine.refine import ToTime
 from autoshard.refine.time_work import Timing, timing
 from autoshard.runtime.executable import Home
 from autoshard.runtime.process_groups import local_device
 from cost_model.timed import TimedPrices
 from passes.compile.single_kernel import compile_group
-from passes.ir.torch_inductor import compiles_in_process
+from passes.ir.torch_inductor import compiles_in_child
 from passes.predict.step_work import KernelCase
 
 _log = logging.getLogger("autoshard")
@@ -141,8 +139,7 @@ def _in_child(work: Callable[[Talk], None], talk: Connection) -> None:
         os.nice(NICENESS)
     os.environ["AUTOSHARD_PROGRESS"] = "0"
     gc.freeze()  # a collection would write to every page that is shared with the parent
-    torch.set_num_threads(1)
-    with compiles_in_process():
+    with compiles_in_child():
         _worked(work, talk)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +151,10 @@ class CallProgram(ABC):
         for place, leaf in self.ends.buffers:
             local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
         return outputs, late
+
+    def prepared(self) -> Iterator[None]:
+        """Compiles what a usual step runs and is not compiled yet, a part at each turn."""
+        yield from ()
 
     @property
     @abstractmethod

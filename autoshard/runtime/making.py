@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,6 @@ from passes.capture import Captured
 from passes.compile.single_kernel import keep_freed_memory
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
-from passes.lower.missing_tangents import usually_missing
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled
@@ -57,9 +57,14 @@ class Lowered:
 
     def __call__(self, backend: str) -> CallProgram:
         mesh = self.home.mesh
-        keep_freed_memory(local_device(mesh))
         with self.home.stages("compiling the plan", (self.kind, backend)):
-            return collectively(mesh, lambda: self.alone(backend), what="compiling a plan")
+            return collectively(mesh, lambda: prepared(self.alone(backend)), what="compiling a plan")
+
+
+def prepared(program: CallProgram) -> CallProgram:
+    """With all that a usual step runs."""
+    deque(program.prepared(), maxlen=0)
+    return program
 
 
 def places_of(mesh: DeviceMesh, plan: Plan) -> dict[str, Place]:
@@ -100,6 +105,7 @@ class Call:
         return Lowered(self.home, self.kind, alone)
 
     def lowering(self, plan: Plan) -> Lowering:
+        keep_freed_memory(local_device(self.home.mesh))
         return _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
     def ends(self, plan: Plan) -> CallEnds:
@@ -141,11 +147,7 @@ def _whole(call: Call, plan: Plan) -> Lowering:
             if len(ours) > 1:
                 device = local_device(home.mesh)
                 return program_in_pieces(ours, *given, device, backend, home.observers, around)
-            backward = ours[0].phases.backward
-            code = PhaseCode(ours[0], backend)
-            if backward is not None:
-                code.backward(usually_missing(backward))
-            return Program(code, *given, home.observers, around)
+            return Program(PhaseCode(ours[0], backend), *given, home.observers, around)
 
         return compiled
 

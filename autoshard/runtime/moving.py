@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ class Holdings:
     the parameters' shards, which would not move along."""
 
     def __init__(self, model: nn.Module) -> None:
-        gc.collect()  # an optimizer that nobody has any more is gone on some ranks and not on others
         theirs = {id(p): name for name, p in model.named_parameters()}
         self._names: dict[str, list[str]] = {}
         """All names of a parameter, by its first."""

@@ -3,7 +3,6 @@ element at a time run on shards."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
+from passes.ir.collector import live
 from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 
 
@@ -45,8 +45,7 @@ def retire(parameter: nn.Parameter) -> None:
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer there is: a parameter does not know who optimizes it."""
-    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    return live(torch.optim.Optimizer)
 
 
 def optimizers_of(model: nn.Module) -> Iterator[torch.optim.Optimizer]:

@@ -58,8 +58,7 @@ class Searching:
             if _seconds(found, under) < (1.0 - LEAST_WIN) * _seconds(best, under):
                 best = found
                 talk.send(Better(found.to_json()))
-        if best.micro_batches == best.head_pieces == 1:
-            keep_plan(tuned_path(self.task), best)
+        keep_tuned(self.task, best)
 
     def _found(self, talk: Talk) -> Iterator[tuple[Plan, TimedPrices | None]]:
         """Plans, one after the other, and what was timed by then."""
@@ -75,6 +74,12 @@ class Searching:
                 asked = rounds.send(talk.recv())
         except StopIteration as end:
             yield end.value.plan, end.value.timed
+
+
+def keep_tuned(task: Task, plan: Plan) -> None:
+    """For the next start."""
+    if plan.micro_batches == plan.head_pieces == 1:
+        keep_plan(tuned_path(task), plan)
 
 
 def _budget(step_seconds: float, time_limit: float, nodes: int, backend: str) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ class Session:
         self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
         self._sized = SizedCalls()
+        self._asked: list[list[tuple[int, ...]]] | None = None
+        """Shapes of all ranks' inputs, where they are asked for at every call, of the last."""
         self.watch = watch_of(mesh)
 
     @staticmethod
@@ -100,7 +102,10 @@ class Session:
         """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
         sizes of all of them: every rank must get here."""
         key = flatten_call(args, kwargs)[1]
-        return (key, str(self._shapes(args, kwargs))) if self.settings.batch == "per_rank" else key
+        if self.settings.batch != "per_rank":
+            return key
+        self._asked = self._shapes(args, kwargs)
+        return key, str(self._asked)
 
     def _global_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
@@ -119,17 +124,18 @@ class Session:
 
         answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
-        shapes = self._shapes(args, kwargs)
-        if not answers and (ready := self._ready(args, kwargs, shapes)) is not None:
+        shapes = self._asked or self._shapes(args, kwargs)
+        whole = cache(lambda: self._global_call(args, kwargs, shapes))
+        if not answers and (ready := self._ready(args, kwargs, whole)) is not None:
             return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         with self.stages("tracing the model", detail):
-            capture = lambda: self._captured(args, kwargs, shapes, answers)
-            whole, captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
+            capture = lambda: self._captured(whole(), answers)
+            captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
         layouts = CallLayouts(
-            whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
+            whole().layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
-        fingerprint = fingerprint_of(self.settings, captured.joint, whole)
+        fingerprint = fingerprint_of(self.settings, captured.joint, whole())
         agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
@@ -138,10 +144,10 @@ class Session:
             assert sized is not None
             with self.stages("finding a plan", fingerprint):
                 plan = self.replanned(making)
-            if (ready := self._sized.made(making, whole, sized, plan)) is not None:
-                return self._ready_for(whole, ready, key)
+            if (ready := self._sized.made(making, whole(), sized, plan)) is not None:
+                return self._ready_for(whole(), ready, key)
         programs = started(self, self._planner, making, fingerprint)
-        return self._executable(whole, programs, key, Guards(self.model, captured.reads))
+        return self._executable(whole(), programs, key, Guards(self.model, captured.reads))
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
         plan, captured = programs.running.plan, programs.running.captured
@@ -153,18 +159,18 @@ class Session:
         return Executable(self, replace(captured.call, key=key), programs, guards, check)
 
     def _ready(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[[], GlobalCall]
     ) -> Executable | None:
         """What runs a call by a program for all sizes that there is; None where some rank has none."""
         if not self._sized.has_programs:
             return None
-        whole = None
+        found = None
         with suppress(ShardingError):  # which a program of its own says on all ranks
-            whole = self._global_call(args, kwargs, shapes)
-        ready = self._sized.ready(self, whole)
-        if ready is None or whole is None:
+            found = whole()
+        ready = self._sized.ready(self, found)
+        if ready is None or found is None:
             return None
-        return self._ready_for(whole, ready, flatten_call(args, kwargs)[1])
+        return self._ready_for(found, ready, flatten_call(args, kwargs)[1])
 
     def _ready_for(self, whole: GlobalCall, ready: AtSizes, key: CallKey) -> Executable:
         self.settle(ready.running.plan)
@@ -175,13 +181,8 @@ class Session:
         check_unwrapped(self.model)
 
     def _captured(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        shapes: list[list[tuple[int, ...]]],
-        answers: Sequence[torch.Tensor],
-    ) -> tuple[GlobalCall, Captured, SizedCall | None]:
-        whole = self._global_call(args, kwargs, shapes)
+        self, whole: GlobalCall, answers: Sequence[torch.Tensor]
+    ) -> tuple[Captured, SizedCall | None]:
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
@@ -189,8 +190,8 @@ class Session:
             canonical_capture, self.model, whole.args, whole.kwargs, device=device, forward=forward
         )
         if answers:
-            return whole, capture(answers=answers), None
-        return whole, *self._sized.captured(self.model, whole, capture)
+            return capture(answers=answers), None
+        return self._sized.captured(self.model, whole, capture)
 
     def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None

@@ -161,6 +161,7 @@ class PhaseCodeAt(PhaseCode):
     def alone(self, backend: str) -> PhaseCode:
         """The same, compiled for these sizes alone."""
         code = PhaseCode(self._program, backend)
+        _ = code.forward
         if self._code.backward is not None:
             code.backward(self._code.backward.missing)
         return code

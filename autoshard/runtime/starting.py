@@ -16,11 +16,12 @@ from autoshard.runtime.executable import MadeAhead, Programs
 from autoshard.runtime.making import Call
 from autoshard.runtime.planner import Found, Planner, Settings
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
-from autoshard.runtime.searching import search_beside
+from autoshard.runtime.searching import keep_tuned, search_beside
 from autoshard.runtime.tuning import TunedHome, Tuning, was_compiled
 from autoshard.version import __version__
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
+from passes.ir.torch_inductor import warm_inductor
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 
@@ -96,7 +97,13 @@ def _at_once(home: StartingHome, planner: Planner, call: Call, fingerprint: obje
     home.settle(plan)
     if first and not tuned and home.settings.tune == "background":
         work = search_beside(planner, call, plan, store)
+        if (
+            work is None and home.mesh.get_rank() == 0
+        ):  # nothing better is looked for at the next start either
+            keep_tuned(planner.task(call.whole, call.layouts, home.settings.pins), plan)
     to_compile = None if compiled or backend == "eager" else made
+    if to_compile is not None and backend == "inductor":
+        warm_inductor()
     begin = 2 if first else 3  # a last, smaller batch comes once an epoch
     tuning = Tuning(home, call, call.running(plan, program), to_compile, begin=begin, search=work)
     home.tunings.append(tuning)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphOutput
+from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
 
@@ -31,17 +33,20 @@ class CompiledBackward:
 
 
 class PhaseCode:
-    """A rank's phases, compiled: the backward on first use, for every set of outputs that get no gradient.
+    """A rank's phases, compiled on first use; the backward for every set of outputs that get no gradient.
 
     values, tangents: of the placeholders of the forward, and of the backward's tangents."""
 
     def __init__(self, program: RankProgram, backend: str = "inductor") -> None:
         self._program, self._backend = program, backend
         self.phases = phases = program.phases
-        self.forward: Compiled = compile_graph(phases.forward, backend)
         self.values = placeholder_values(phases.forward)
         self.tangents = tangent_values(phases)
         self._backwards: dict[frozenset[int], CompiledBackward] = {}
+
+    @cached_property
+    def forward(self) -> Compiled:
+        return compile_graph(self.phases.forward, self._backend)
 
     def backward(self, missing: frozenset[int]) -> CompiledBackward:
         if missing not in self._backwards:
@@ -79,6 +84,13 @@ class Program(CallProgram):
         tangents = () if backward is None else backward.tangents
         known = zip([t.index for t in tangents], code.tangents, strict=True)
         super().__init__(leaves, CallGradients(code.phases.outputs, tangents, list(known)), around)
+
+    def prepared(self) -> Iterator[None]:
+        _ = self.code.forward
+        yield
+        if self.phases.backward is not None:
+            self.code.backward(usually_missing(self.phases.backward))
+            yield
 
     @property
     def gradients(self) -> Sequence[GraphOutput]:

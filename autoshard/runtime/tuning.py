@@ -3,25 +3,27 @@ compiled; a better program is exchanged between two steps, on all ranks at once.
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from autoshard.cache_files import is_marked, mark
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_words import plan_words
 from autoshard.progress import tell
 from autoshard.refine.refine import ToTime
 from autoshard.runtime.beside import Beside, Better, Search, Slices, compiling
+from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.making import Call, Lowered, Lowering, places_of
 from autoshard.runtime.moving import Holdings
 from autoshard.watching.agreement import everyones
-from cost_model.errors import AutoshardError, RankError
+from cost_model.cache_files import remember, remembered
 from cost_model.memory import format_seconds
 
 _log = logging.getLogger("autoshard")
@@ -80,10 +82,15 @@ class Tuning:
         self._home, self._call, self._search_work = home, call, search
         self._calls, self._due = 0, begin
         self._begins: deque[float] = deque(maxlen=2 * TRIAL_CALLS + 1)
-        self._target = None if lowered is None else _Target(running.plan, lambda: lowered.alone, lowered)
+        self._target = None if lowered is None else _Target(running.plan, lambda: lowered.alone)
         self._searching = search is not None
         self._search: Beside | None = None
         self._compiling: Beside | None = None
+        self._parts: Iterator[CallProgram | None] | None = None
+        self._made: CallProgram | None = None
+        self._error: str | None = None
+        """Why the target has no program on this rank."""
+        self._holdings: Holdings | None = None
         self._timing: Slices | None = None
         self._before: tuple[Running, float] | None = None
         self._since = 0
@@ -97,17 +104,28 @@ class Tuning:
         """What runs one more call. All ranks together."""
         self._calls += 1
         self._begins.append(time.monotonic())
+        self._make()
         if self.stale:
             self._replan()
         elif self._calls >= self._due and not self.ended:
             self._turn()
         return self.running
 
+    def _make(self) -> None:
+        """A part of the target's program on this rank, once it is compiled: no step waits for all of it."""
+        if self._parts is None or self._error or (self._compiling is not None and not self._compiling.ended):
+            return
+        try:
+            self._made = next(self._parts, self._made)
+        except Exception as error:  # whatever it is, the steps go on
+            _log.debug("tuning: no program", exc_info=True)
+            self._error = f"{type(error).__name__}: {error}"
+
     def _turn(self) -> None:
         if self._search_work is not None and self._home.mesh.get_rank() == 0:
             self._search = Beside(self._search_work)
         self._search_work = None
-        if self._compiling is None and self._target is not None:
+        if self._parts is None and self._target is not None:
             self._compile()
         reports = everyones(self._home.mesh, self._report(), what="how far tuning is")
         seconds = max(report.seconds for report in reports)
@@ -128,18 +146,19 @@ class Tuning:
         job, target = self._compiling, self._target
         if job is not None:
             job.news()
-        ready = job is None or job.ended
-        held = None
+            self._error = self._error or job.error
+        ready = self._made is not None or self._error is not None
+        self._holdings = None
         if ready and target is not None and target.plan is not self.running.plan and self._is_between():
-            held = Holdings(self._home.model).described
+            self._holdings = Holdings(self._home.model)
+        held = None if self._holdings is None else self._holdings.described
         search = self._search
         news = None if search is None else search.news()
         if search is not None and search.error:
             _log.warning("tuning: the search beside the steps ended: %s", search.error)
         waits = self._timing is None or self._timing.waits()
-        error = None if job is None else job.error
         searching = search is not None and not search.ended
-        return _Report(self._step_seconds(), ready, error, held, waits, news, searching)
+        return _Report(self._step_seconds(), ready, self._error, held, waits, news, searching)
 
     def _is_between(self) -> bool:
         """Whether no forward waits for its backward."""
@@ -157,12 +176,13 @@ class Tuning:
         self._compile()
 
     def _compile(self) -> None:
-        """Into the compiler's cache on disk."""
+        """Into the compiler's cache on disk, from which this process reads it."""
         target, backend = self._target, self._home.settings.backend
         assert target is not None
-        self._compiling = None
+        self._compiling, self._made, self._error = None, None, None
+        self._parts = target.parts(backend)
         if backend != "eager":
-            self._compiling = compiling(self._home, lambda: target.lowering()(backend))
+            self._compiling = compiling(self._home, lambda: deque(target.parts(backend), maxlen=0))
 
     def _arrived(self, reports: list[_Report], seconds: float) -> None:
         target = self._target
@@ -172,22 +192,18 @@ class Tuning:
         if error is not None:
             _log.warning("tuning: a program cannot be compiled, and the steps go on without: %s", error)
         elif other and any(report.held is None or report.held != reports[0].held for report in reports):
-            return  # not now: some backward is to come
+            gc.collect()  # an optimizer that nobody has any more may be gone on some ranks and not on others
+            return  # not now: or some backward is to come
         else:
-            try:
-                self._exchange(target, seconds)
-            except RankError:
-                raise
-            except AutoshardError as failed:  # on all ranks
-                _log.warning("tuning: a program cannot be made, and the steps go on without: %s", failed)
-        self._target = self._compiling = None
+            self._exchange(target, seconds)
+        self._target = self._compiling = self._made = None
 
     def _exchange(self, target: _Target, seconds: float) -> None:
         home, call, plan = self._home, self._call, target.plan
         before = self.running
-        program = (target.made or call.made(plan))(home.settings.backend)
-        self.running = call.running(plan, program)
-        mark(*_program(home, plan, call.kind))
+        assert self._made is not None
+        self.running = call.running(plan, self._made)
+        remember(*_program(home, plan, call.kind))
         self._move(before.plan)
         self._before = None if target.is_back else (before, seconds)
         self._since = self._calls
@@ -198,7 +214,8 @@ class Tuning:
     def _move(self, before: Plan) -> None:
         plan, home = self.running.plan, self._home
         if plan is not before:
-            Holdings(home.model).move(places_of(home.mesh, plan))
+            assert self._holdings is not None
+            self._holdings.move(places_of(home.mesh, plan))
             home.exchanged(plan)
 
     def _judge_trial(self, seconds: float) -> None:
@@ -218,6 +235,7 @@ class Tuning:
         else:
             tell(rank, f"tuning: steps take {steps}, and go on by the plan before")
             self._target = _Target(before.plan, self._call.lowering(before.plan), is_back=True)
+            self._parts = None
 
     def _time(self) -> None:
         assert self._timing is not None
@@ -233,25 +251,33 @@ class Tuning:
         lowered = self._call.made(plan)
         self.running = self._call.running(plan, lowered("eager"))
         self._target, self._compiling, self._before, self.stale = None, None, None, False
+        self._parts = None
         if self._home.settings.backend != "eager":
-            self._target = _Target(plan, lambda: lowered.alone, lowered)
+            self._target = _Target(plan, lambda: lowered.alone)
             self._due = self._calls + 2
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A plan that is to run, what lowers it on this rank alone, and what makes its program where it is lowered.
-    is_back: it ran before, and was faster."""
+    """A plan that is to run, and what lowers it on this rank alone. is_back: it ran before, and was faster."""
 
     plan: Plan
     lowering: Lowering
-    made: Lowered | None = None
     is_back: bool = False
+
+    def parts(self, backend: str) -> Iterator[CallProgram | None]:
+        """The last is its program."""
+        lowered = self.lowering()
+        yield
+        program = lowered(backend)
+        for _ in program.prepared():
+            yield
+        yield program
 
 
 def was_compiled(home: Home, plan: Plan, kind: str) -> bool:
     """Whether the programs of a kind of call are in the compiler's cache, of an earlier start. All ranks together."""
-    mine = home.settings.backend == "eager" or is_marked(*_program(home, plan, kind))
+    mine = home.settings.backend == "eager" or remembered(*_program(home, plan, kind)) is not None
     return all(everyones(home.mesh, mine, what="whether the plan was compiled before"))
 
 

@@ -9,6 +9,7 @@ from passes.canonicalize.permutes import AbsorbPermutes, DropUnitDims, FusePermu
 from passes.canonicalize.push_views import PushViews
 from passes.canonicalize.random_to_uniform import NormalizeCreations, RandomToUniform
 from passes.canonicalize.remove_noops import DropKeptDims, RemoveDeadCode, RemoveNoops, WriteConjugates
+from passes.canonicalize.token_order import TokenOrder
 from passes.ir.autocast_off import autocast_off
 from passes.ir.collector import collector_paused
 from passes.ir.graph_pass import GraphPass, run_passes
@@ -29,6 +30,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     PadsToCat(),
     SplitConvolutionBackward(),
     SinkExpands(),
+    TokenOrder(),
     MergeDuplicates(),  # equal flattenings become one node before they are pushed
     # Products with their own dims. Permutes first, so that a dim is met in the order it was flattened.
     MatmulToContract(),

@@ -22,7 +22,7 @@ from passes.canonicalize.permutes import (
     PERMUTES_FUSED,
     PRODUCTS_ARE_CONTRACTS,
 )
-from passes.canonicalize.push_sweep import Flat, Group, PushRule, Sweep, flatten, resolve
+from passes.canonicalize.push_sweep import Flat, Group, PushRule, Sweep, flatten, resolve, trivial
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
@@ -70,8 +70,7 @@ def _reduction(sweep: Sweep, node: fx.Node) -> Flat:
 
 
 def _full_reduction(sweep: Sweep, node: fx.Node) -> Flat:
-    flat = sweep.flat(tensor_at(node))
-    return Flat(call_like(node, flat.node, **node.kwargs), ())
+    return Flat(call_like(node, sweep.flat(tensor_at(node)).node, **node.kwargs), ())
 
 
 def _permute(sweep: Sweep, node: fx.Node) -> Flat:
@@ -157,24 +156,27 @@ def _pad(sweep: Sweep, node: fx.Node) -> Flat:
     return Flat(call_like(node, flat.node, new_pads, *node.args[2:]), groups)
 
 
-def _gather(sweep: Sweep, node: fx.Node) -> Flat | None:
-    x, dim, index = tensor_at(node), int_at(node, 1), tensor_at(node, 2)
-    a, b = shape_of(x), shape_of(index)
-    if any(a[d] != b[d] for d in range(len(a)) if d != dim):
+def _picked(sweep: Sweep, node: fx.Node) -> Flat | None:
+    """Gathers and scatters along one dim of operands that are equal in all others."""
+    x, dim, picked = tensor_at(node), int_at(node, 1), tensor_operands(node)[1:]
+    shapes = {_with_size(trivial(shape_of(operand)), dim, 1) for operand in (x, *picked)}
+    if len(shapes) > 1 or len({shape_of(operand) for operand in picked}) > 1:
         return None
-    groups = _agreed(sweep, (x, index), dim)
-    own = sweep.fitted(x, _with_size(groups, dim, a[dim]), node)
-    picked = _with_size(groups, dim, b[dim])
-    at = len(flatten(groups[:dim]))
-    return Flat(emit(node, aten.gather.default, own, at, sweep.fitted(index, picked, node)), picked)
+    groups = _agreed(sweep, (x, *picked), dim)
+    of_size = lambda operand: _with_size(groups, dim, shape_of(operand)[dim])
+    own, *fitted = (sweep.fitted(operand, of_size(operand), node) for operand in (x, *picked))
+    new = call_like(node, own, len(flatten(groups[:dim])), *fitted, *node.args[2 + len(picked) :])
+    return Flat(new, of_size(node))
 
 
 def _split(sweep: Sweep, node: fx.Node) -> list[Flat]:
-    sizes, dim = ints_at(node, 1), int_at(node, 2)
+    """Ops with several results, each of some length along one dim."""
+    dim = (int_at(node, 2) if len(node.args) > 2 else -1) % len(shape_of(tensor_at(node)))
     flat = sweep.whole(tensor_at(node), [dim], node)
-    new = call_like(node, flat.node, sizes, flat.span(dim).start)
-    items = [emit(node, operator.getitem, new, i) for i in range(len(sizes))]
-    return [Flat(item, _with_size(flat.groups, dim, size)) for item, size in zip(items, sizes, strict=True)]
+    new = call_like(node, flat.node, node.args[1], flat.span(dim).start, *node.args[3:])  # type: ignore[misc]
+    lengths = [value.shape[dim] for value in node.meta["val"]]
+    items = [emit(node, operator.getitem, new, i) for i in range(len(lengths))]
+    return [Flat(item, _with_size(flat.groups, dim, size)) for item, size in zip(items, lengths, strict=True)]
 
 
 def _embedding(sweep: Sweep, node: fx.Node) -> Flat:
@@ -222,6 +224,17 @@ def _contract(sweep: Sweep, node: fx.Node) -> Flat:
     return Flat(call_like(node, *fitted, equation), tuple(groups[word] for word in terms[2]))
 
 
+def _routed(sweep: Sweep, node: fx.Node) -> Flat:
+    """Rows and ids agree on finer dims of tokens; matrices are whole."""
+    *operands, ids = tensor_operands(node)
+    counted = operands if node.target is torch.ops.autoshard.routed_outer.default else operands[:1]
+    groups = tuple(map(resolve, zip(*(sweep.flat(x).groups for x in (ids, *counted)), strict=False)))
+    fine = lambda x: (*groups, sweep.flat(x).groups[-1].whole) if x in counted else trivial(shape_of(x))
+    fitted = [sweep.fitted(x, fine(x), node) for x in operands]
+    new = call_like(node, *fitted, sweep.fitted(ids, groups, node), *node.args[3:])
+    return sweep.flat(new) if len(counted) > 1 else Flat(new, (*groups, Group(shape_of(node)[-1:])))
+
+
 def _reshaped_next(node: fx.Node) -> bool:
     """Whether a reader of `node`, looking through permutes, is a reshape."""
     return any(
@@ -244,11 +257,13 @@ _TABLE: dict[Any, PushRule] = {
     torch.ops.autoshard.circular_pad_backward.default: _pad,
     aten.flip.default: _along(1),
     aten.roll.default: _along(2),
-    aten.gather.default: _gather,
-    aten.split_with_sizes.default: _split,
+    **dict.fromkeys((aten.gather.default, aten.scatter.src, aten.scatter_add.default), _picked),
+    **dict.fromkeys((aten.split_with_sizes.default, aten.topk.default), _split),
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     torch.ops.autoshard.contract.default: _contract,
+    torch.ops.autoshard.routed_mm.default: _routed,
+    torch.ops.autoshard.routed_outer.default: _routed,
 }
 
 

@@ -19,7 +19,7 @@ from passes.ir.torch_tracing import grouped_mm_functions
 from passes.ops.attention_op import attention
 from passes.ops.layer_ops import circular_pad
 from passes.ops.layer_ops import ctc_loss as op
-from passes.ops.product_ops import grouped_mm
+from passes.ops.routed_ops import routed_mm, routed_outer
 
 
 def attention_for(device_type: str) -> Callable[..., Tensor]:
@@ -144,7 +144,17 @@ def grouped_product(
         raise UnsupportedOpError(
             f"grouped_mm: operands of {mat_a.ndim} and {mat_b.ndim} dims without offs\n  try: offs, the ends of groups"
         )
-    return grouped_mm(mat_a, mat_b, offs, 0, offs.shape[0])
+    groups = (0, offs.shape[0])
+    if mat_a.ndim == 3:
+        return routed_mm(mat_b.t(), mat_a.transpose(1, 2), _ids_of(mat_b.t(), offs), *groups).t()
+    if mat_b.ndim == 3:
+        return routed_mm(mat_a, mat_b, _ids_of(mat_a, offs), *groups)
+    return routed_outer(mat_a.t(), mat_b, _ids_of(mat_b, offs), *groups)
+
+
+def _ids_of(rows: Tensor, offs: Tensor) -> Tensor:
+    """The group that each row is in, which is none from the last end on."""
+    return torch.bucketize(torch.arange(rows.shape[0], device=offs.device), offs, right=True)
 
 
 def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:

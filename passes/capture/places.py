@@ -242,7 +242,7 @@ class Incremented(Place):
         self.at.put(self.at.get() + value)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Argument(Place):
     """A list, dict or object among a call's arguments, which the forward changes: it gets what `value` holds.
 

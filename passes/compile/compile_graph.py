@@ -16,6 +16,7 @@ from passes.compile.bind_device import WriteIntoBuckets
 from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager
 from passes.compile.join_linears import JoinLinears
+from passes.compile.kept_code import code_name, keep_code, kept_code
 from passes.ir.autocast_off import autocast_off
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective, is_view
@@ -178,13 +179,20 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     if backend == "eager":
         return boxed_forward(_for_eager(module, adding))
     assert not adding, "what compilers are given is functional"
-    return _compiled(name_collectives(expand_ops(module)), module, backend)
+    name = code_name(module) if backend == "inductor" else None
+    if name is not None and (kept := kept_code(name)) is not None:
+        return kept
+    return _compiled(name_collectives(expand_ops(module)), module, backend, name)
 
 
 def _compiled(
-    expanded: fx.GraphModule, module: fx.GraphModule, backend: str, numbers: Sequence[Any] = ()
+    expanded: fx.GraphModule,
+    module: fx.GraphModule,
+    backend: str,
+    name: str | None = None,
+    numbers: Sequence[Any] = (),
 ) -> Compiled:
-    """numbers: in symbols, that it takes after the inputs of `module`."""
+    """name: by which the code is kept. numbers: in symbols, that it takes after the inputs of `module`."""
     tensors = expanded.graph.find_nodes(op="placeholder")[: len(module.graph.find_nodes(op="placeholder"))]
     examples = [*fresh_fakes([node.meta["val"] for node in tensors]), *numbers]
     with torch.no_grad(), torch_deprecations_ignored():
@@ -192,8 +200,10 @@ def _compiled(
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
             launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order():
-                call, source = compile_with_inductor(expanded, examples, partial(keep_strides, wanted=wanted))
+                last = partial(keep_strides, wanted=wanted)
+                call, source, key = compile_with_inductor(expanded, examples, last)
             _check_order(launches, source)
+            keep_code(name, key)
             return call
         compiler = lookup_compiler(backend)
         assert compiler is not None
@@ -218,7 +228,7 @@ def compile_sized(
     made = _for_eager(module) if is_eager else name_collectives(expand_ops(module))
     numbers = take_numbers(made.graph, () if is_eager else sizes)
     made.recompile()
-    return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers), numbers
+    return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers=numbers), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:

@@ -26,12 +26,19 @@ from passes.ops import (
 )
 from passes.ops.attention_op import attention_backward_reference, attention_reference
 from passes.ops.attention_table import Chip
-from passes.ops.product_ops import contract_reference, grouped_mm_reference
+from passes.ops.product_ops import contract_reference
+from passes.ops.routed_ops import (
+    grouped_mm_reference,
+    routed_mm_reference,
+    routed_outer_reference,
+)
 
 # Op -> the function that computes it in ATen ops.
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.contract.default": contract_reference,
     "autoshard.grouped_mm.default": grouped_mm_reference,
+    "autoshard.routed_mm.default": routed_mm_reference,
+    "autoshard.routed_outer.default": routed_outer_reference,
     "autoshard.uniform.default": uniform_reference,
     "autoshard.circular_pad.default": custom_op_body(circular_pad),
     "autoshard.circular_pad_backward.default": custom_op_body(circular_pad_backward),

@@ -45,11 +45,11 @@ class OpWriter:
         self._graph = graph
         self._calls = FakeCalls()
 
-    def __call__(self, like: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
+    def __call__(self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """`target(*args)` where nodes are being inserted, for the same line of the model as `like`."""
-        node = self._graph.call_function(target, args)
+        node = self._graph.call_function(target, args, kwargs)
         node.meta = {key: like.meta[key] for key in ("phase", "module", "source") if key in like.meta}
-        node.meta["val"] = self._calls(target, args, {}, fake_mode_of(like.meta["val"]))
+        node.meta["val"] = self._calls(target, args, kwargs, fake_mode_of(like.meta["val"]))
         return node
 
 

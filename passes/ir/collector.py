@@ -1,10 +1,13 @@
-"""Python's cyclic garbage collector, out of the way while a graph is built."""
+"""Python's cyclic garbage collector: out of the way while a graph is built, and asked for the objects it knows."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -21,3 +24,11 @@ def collector_paused() -> Generator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def live(kinds: type[T] | tuple[type[T], ...]) -> list[T]:
+    """Every object of these classes that there is."""
+    objects = gc.get_objects()
+    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
+    found = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+    return [one for one in objects if type(one) in found] if found else []

@@ -62,7 +62,8 @@ _REDUCTIONS = _names(
 )
 _PRODUCTS = _names("aten", "mm bmm addmm baddbmm mv dot convolution convolution_backward") | _names(
     "autoshard",
-    "contract grouped_mm attention attention_backward neighborhood_attention neighborhood_attention_backward",
+    """contract routed_mm routed_outer grouped_mm attention attention_backward neighborhood_attention
+    neighborhood_attention_backward""",
 )
 _COLLECTIVES = ("_c10d_functional.", "autoshard_c10d_functional.")
 # The first of these namespaces are torch's and ours; "<" begins the name of a function of Python's.

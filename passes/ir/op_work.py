@@ -61,8 +61,8 @@ def global_flops(node: fx.Node) -> float:
     if target in _MATRIX_PRODUCTS:
         a = node_value(tensor_operands(node)[-2])
         return 2.0 * node_value(node).numel() * a.shape[-1]
-    if target is torch.ops.autoshard.grouped_mm.default:
-        return _grouped_flops(node)
+    if target in _routed():
+        return _routed_flops(node)
     if target is torch.ops.autoshard.attention.default:
         return 4.0 * _attention_volume(node, 0)
     if target is torch.ops.autoshard.attention_backward.default:
@@ -127,10 +127,14 @@ def _contract_flops(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-def _grouped_flops(node: fx.Node) -> float:
-    """Every row, column or summed place is taken to be in one group; groups are taken to be alike."""
+def _routed() -> tuple[Any, ...]:
+    return torch.ops.autoshard.routed_mm.default, torch.ops.autoshard.routed_outer.default
+
+
+def _routed_flops(node: fx.Node) -> float:
+    """Every row is taken to have one expert; experts are taken to be equally loaded."""
     a, b = (node_value(n) for n in tensor_operands(node)[:2])
-    return 2.0 * math.prod(a.shape[-2:]) * b.shape[-1]
+    return 2.0 * a.numel() * b.shape[-1]
 
 
 def _attention_volume(node: fx.Node, first: int) -> float:

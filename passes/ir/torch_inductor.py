@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import platform
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
+
+from cost_model.cache_files import remember, remembered
 
 
 def compile_with_inductor(
     module: Any, examples: Sequence[torch.Tensor], last: Callable[[Any], None]
-) -> tuple[Callable[[list[Any]], Any], str]:
-    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes,
-    and the text of that code ("" if it has none).
+) -> tuple[Callable[[list[Any]], Any], str, str | None]:
+    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes, the text of that
+    code ("" if it has none), and its key in Inductor's cache (None: it is not there).
 
     `compile_fx` wraps that code in functions with `*args`, which keep every input alive to the end: a
     backward would hold all saved tensors at once. The code itself is taken where the wrappers do
@@ -30,6 +35,7 @@ def compile_with_inductor(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    probe_vectors()
     made: list[Any] = []
     results: list[int] = []
     expected = len(module.graph.output_node().args[0])
@@ -48,16 +54,85 @@ def compile_with_inductor(
     with tagged, config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:
-        return made[0], getattr(made[0], "source_code", "")
-    return lambda inputs: wrapped(*inputs), ""
+        return made[0], getattr(made[0], "source_code", ""), getattr(made[0], "_fx_graph_cache_key", None)
+    return lambda inputs: wrapped(*inputs), "", None
 
 
-def compiles_in_process() -> AbstractContextManager[Any]:
-    """Inside, Inductor compiles by itself: in a child the processes that its parent started for it do not answer.
-    `compile_threads` since torch 2.0."""
+def inductor_settings() -> str:
+    """A hash of what decides Inductor's code beside the graph: its settings, torch's, threads, and their source. It is
+    the key of a graph without ops (`compiled_fx_graph_hash` since torch 2.5)."""
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    graph = torch.fx.Graph()
+    graph.output(())
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    return compiled_fx_graph_hash(module, [torch.empty(0)], {}, [])[0]  # on the CPU, where threads count
+
+
+def warm_inductor() -> None:
+    """Imports, and reads, all that comes before a first graph."""
+    import torch._inductor.compile_fx
+    import torch.utils.cpp_extension  # noqa: F401
+
+    inductor_settings()
+
+
+def load_inductor_code(key: str) -> Callable[[list[Any]], Any] | None:
+    """What `compile_with_inductor` made, from Inductor's cache by its key; None where it is not there any more.
+
+    As AOT autograd loads what it compiled before (`FxGraphCacheLoadable`, since torch 2.8).
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import codecache, config
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    probe_vectors()
+    constants = CompiledFxGraphConstants()
+    options: Any = {"cudagraphs": BoxedBool(config.triton.cudagraphs), "is_backward": False}
+    # What is there needs no header, which would be looked through for changes.
+    headers = patch.object(codecache, "_get_cpp_prefix_header", lambda device: None, create=True)
+    with headers, tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        found, _ = codecache.FxGraphCache.load_with_key(key, [], [], True, None, False, constants)
+        if found is not None:
+            found.post_compile([], constants, options)
+    return found
+
+
+@cache
+def probe_vectors() -> None:
+    """Inductor asks in every process which vector instructions work here, by processes of its own that take a second;
+    what they answered before holds for the same compiler, torch and CPU. `VecISA.check_build` since torch 2.4."""
+    from torch._inductor import cpu_vec_isa as vectors
+
+    with suppress(AttributeError):
+        ask = vectors.VecISA.check_build
+        here = vectors._get_isa_dry_compile_fingerprint(" ".join(vectors.x86_isa_checker()))
+
+        def asked(isa: Any, code: str) -> bool:
+            question = "vectors", here, platform.machine(), isa, isa.build_arch_flags(), code
+            if remembered(*question) is None:
+                if not ask(isa, code):
+                    return False  # for now: it may have been a time-out
+                remember(*question)
+            return True
+
+        with patch.object(vectors.VecISA, "check_build", asked):
+            vectors.valid_vec_isa_list()
+
+
+@contextmanager
+def compiles_in_child() -> Generator[None]:
+    """Inside, in a forked child, torch runs in one thread, as it must there, and Inductor compiles for the parent's:
+    by itself, since the processes that the parent started for it do not answer. `compile_threads` since torch 2.0."""
     import torch._inductor.config as config
 
-    return config.patch(compile_threads=1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with config.patch(compile_threads=1), patch.object(torch, "get_num_threads", lambda: threads):
+        yield
 
 
 def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> None:

@@ -16,6 +16,7 @@ from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.recompute import choose_saved
+from passes.lower.sort_rows import with_sorted_rows
 from passes.states.compute_again import runs_again
 
 _aten = torch.ops.aten
@@ -67,7 +68,7 @@ def split_phases(
 
     `module` is left as it is.
     """
-    joint = _Joint(module, inputs, outputs)
+    joint = _Joint(with_sorted_rows(module), inputs, outputs)
     forward_inputs = tuple(i for i in joint.inputs if i.kind != "tangent")
     saved, backward_ops = _plan_backward(joint) if joint.gradients else ([], [])
     results = [*joint.values, *(n for n in saved if n not in joint.values)]

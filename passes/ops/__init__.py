@@ -8,7 +8,7 @@ from passes.ops import halo_op as halo_op
 from passes.ops.attention_op import attention, attention_backward
 from passes.ops.layer_ops import circular_pad, circular_pad_backward, ctc_loss, ctc_loss_backward
 from passes.ops.neighborhood_op import neighborhood_attention, neighborhood_attention_backward
-from passes.ops.product_ops import grouped_mm
+from passes.ops.routed_ops import routed_mm, routed_outer
 from passes.ops.uniform import uniform, uniform_reference
 
 __all__ = [
@@ -18,9 +18,10 @@ __all__ = [
     "circular_pad_backward",
     "ctc_loss",
     "ctc_loss_backward",
-    "grouped_mm",
     "neighborhood_attention",
     "neighborhood_attention_backward",
+    "routed_mm",
+    "routed_outer",
     "uniform",
     "uniform_reference",
 ]

@@ -11,10 +11,11 @@ another:
     stored      all weights stored alike
     turned      more places turned over (`place_turns`), transfers elsewhere (`past_transfers`)
 
-They end once the best is within `gap` of the bound, by an objective that says what it takes. The bound is one under the
-overlap that the best plan has: extremes are looked at in any case, since it may be wrong about others. Of all plans
-judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest bytes at its
-peak.
+They end once the best is within `gap` of the least that is counted under its overlap, by an objective that says what it
+takes: extremes are looked at in any case, since it may be wrong about others. What is printed as the bound has no
+seconds that one plan takes besides, and is as much lower as a program that was judged is faster than it is counted. Of
+all plans judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest
+bytes at its peak.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ are no better end it, and by what share of its step they may take longer by the 
 
 @dataclass(frozen=True)
 class Agreed:
-    """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan has
-    less under them. rivals: what else was judged, the fastest first, each under an overlap that makes its objective its
-    timeline; the bound is the same."""
+    """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan
+    takes less, if none is faster than it is counted by more than those that were judged. rivals: what else was judged,
+    the fastest first, each under an overlap that makes its objective its timeline; the bound is the same."""
 
     assignment: Assignment
     choice: tuple[int, ...]
@@ -120,7 +121,8 @@ class _Search:
     """One budget, one best so far, one bound. Looks for faster plans follow one another, those that cost little and
     find most first, until the best plan is proven to be within `gap` of any, or time is over.
 
-    solution: the last by the objective, and overlaps: under which it is one. looked: extremes were."""
+    solution: the last by the objective, and overlaps: under which it is one. counted: under overlaps, what no choice is
+    counted below."""
 
     def __init__(
         self,
@@ -134,20 +136,17 @@ class _Search:
         self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
         self.small = len(space.edges) <= AGAIN_EDGES
-        self.looked = False
+        self.counted: dict[tuple[PhaseOverlap, ...], float] = {}
         self.watched = deadline.watch is not None and not deadline.of_part
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
         known, gap = self.start.choice(self.space), _inner(self.gap)
-        self.solution = self.rivals.solve(
-            overlaps, known, gap, self._so_far if self.watched else lambda _: None
-        )
+        self._take(self.rivals.solve(overlaps, known, gap, self._so_far if self.watched else lambda _: None))
         self.best = self.judging.of(self.solution.choice)
         apart = not self._stopped() and self._apart()
         if apart and (self.small or self.best.difference(overlaps) > AGREES):
             self._extremes()
-        self.looked = not self.judging.late()
         looks = (self._corrected, self._stored, self._turned, self._corrected)
         for look in looks if self.small and apart else ():
             if self._is_within(self.gap) or self.judging.late():
@@ -156,8 +155,12 @@ class _Search:
         agreed = self._agreed(self.best, ended=True)
         return replace(agreed, rivals=self._others(self.best, agreed))
 
-    def _so_far(self, solution: Solution) -> None:
+    def _take(self, solution: Solution) -> None:
         self.solution = solution
+        self.counted[tuple(replace(o, extra=0.0) for o in self.overlaps)] = solution.lower_bound
+
+    def _so_far(self, solution: Solution) -> None:
+        self._take(solution)
         self.judging.program(solution.choice)
 
     def _stopped(self) -> bool:
@@ -179,8 +182,13 @@ class _Search:
         return self.gap > 0.0 and near and self.best.seconds * (1.0 - gap) <= self._bound(self.overlaps)
 
     def _bound(self, overlaps: Sequence[PhaseOverlap]) -> float:
-        """Of the last solution, where phases take what `overlaps` say besides."""
+        """Of the last solution, where phases take what `overlaps` say besides: of plans that overlap as one does."""
         return self.solution.lower_bound + sum(overlap.extra for overlap in overlaps)
+
+    def _proven(self) -> float:
+        """Of programs, as far as those that were judged tell."""
+        faster = lambda overlaps: min(one.seconds - one.counted(overlaps) for one in self.judging.programs)
+        return max(bound + min(0.0, faster(overlaps)) for overlaps, bound in self.counted.items())
 
     def _look(self, choices: Iterable[Choice]) -> None:
         self.best = self.judging.best_of(choices, self.best)
@@ -200,12 +208,10 @@ class _Search:
         self._look(self.rivals.stored(self.overlaps, self.best.seconds, self.judging.late))
 
     def _agreed(self, judged: JudgedChoice, ended: bool = False) -> Agreed:
-        """With what is proven so far. Before extremes were looked at, seconds that only its timeline has are not those
-        of any plan; before the search has ended, its overlap may still be corrected."""
-        overlaps, bound = self.overlaps, self._bound(self.overlaps)
+        """With what is proven so far: before the search has ended, a program may turn out to be faster than counted."""
+        overlaps, bound = self.overlaps, self._proven()
         if judged.difference(overlaps) > AGREES:
             overlaps = judged.shifted(overlaps)
-            bound = self._bound(overlaps) if self.looked else bound
         seconds = judged.counted(overlaps)
         bound = _bound(bound if ended else bound * (1.0 - AGREES), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
@@ -242,9 +248,8 @@ class _Search:
             before, self.overlaps = self.overlaps, self.best.corrected(self.overlaps)
             if all(a.hides_as(b) for a, b in zip(before, self.overlaps, strict=True)):
                 return
-            self.solution = self.rivals.solve(
-                self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))
-            )
+            gap = max(AGAIN_GAP, _inner(self.gap))
+            self._take(self.rivals.solve(self.overlaps, self.best.choice, gap))
             self.hear(self._agreed(self.best))
             best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
             if self.best is best or self._is_within(self.gap) or self.judging.late():

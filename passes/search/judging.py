@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from cost_model.deadline import Deadline
 from passes.search.judged_choice import Choice, Judge, JudgedChoice
@@ -37,6 +37,11 @@ class Judging:
             )
             self._hear(self._programs[choice])
         return self._programs[choice]
+
+    @property
+    def programs(self) -> Collection[JudgedChoice]:
+        """All that was judged, compared or not."""
+        return self._programs.values()
 
     def better(self, choice: Choice, best: JudgedChoice) -> JudgedChoice:
         """`best`, or the choice, if it was not judged before and is better."""

@@ -50,6 +50,23 @@ class Experts(nn.Module):
         return (picked * value.unsqueeze(-1)).sum(2).pow(2).mean()
 
 
+class SortedExperts(nn.Module):
+    """The same, by rows sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        value, which = self.gate(rows).softmax(-1).topk(2, -1)
+        found, order = which.flatten().sort()
+        ends = F.one_hot(found, 4).sum(0).cumsum(0).to(torch.int32)
+        picked = F.grouped_mm(rows[order // 2], self.weights, offs=ends) * value.flatten()[order, None]
+        return picked[order.argsort()].unflatten(0, (-1, 2)).sum(1).pow(2).mean()
+
+
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +111,7 @@ def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
     [
         (Block, words, [(5, 5), (3, 11)], [(1, 4), (4, 1)]),
         (Experts, rows, [(4, 4), (2, 7)], [(1, 4)]),
+        (SortedExperts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (Branch, rows, [(6, 5), (5, 3)], [(4, 5), (2, 5)]),
     ],
 )

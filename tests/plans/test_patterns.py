@@ -27,6 +27,12 @@ def counts(plan: Plan, phase: str) -> Counter[str]:
     return Counter(f"{c.kind}[{','.join(c.axes)}]" for c in plan.collectives if c.phase == phase)
 
 
+def named(plan: Plan) -> dict[str, str]:
+    """Mesh axis -> what `print(plan)` says of it."""
+    lines = [line.split(maxsplit=1) for line in str(plan).splitlines()]
+    return {subject: words for subject, words in lines if subject in plan.mesh.names}
+
+
 def moved(plan: Plan, phase: str) -> set[tuple[str, str]]:
     """(the parameter moved, "" for an activation; "all_gather[dp]") of all collectives of more than one number."""
     names = {r.name: r.text.removeprefix("param ") for r in plan.records if r.op == "param"}
@@ -49,6 +55,7 @@ def test_data_parallel(golden: Golden) -> None:
     assert all(p == (Replicate(),) for p in plan.parameters.values())
     assert counts(plan, "backward") == {"all_reduce[dp]": 3}
     golden.check(plan.to_text(seconds=False), "data_parallel.txt")
+    assert named(plan) == {"dp": "DDP; batch split"}
 
 
 def test_fully_sharded(golden: Golden) -> None:
@@ -60,6 +67,7 @@ def test_fully_sharded(golden: Golden) -> None:
     assert counts(plan, "forward") == {"all_gather[dp]": 3, "all_reduce[dp]": 1}
     assert counts(plan, "backward") == {"all_gather[dp]": 1, "reduce_scatter[dp]": 3}
     golden.check(plan.to_text(seconds=False), "fully_sharded.txt")
+    assert named(plan) == {"dp": "FSDP; batch split"}
 
 
 def test_what_hides_is_split() -> None:
@@ -109,6 +117,7 @@ def test_column_then_row(golden: Golden) -> None:
     assert plan.parameters["body.w2.weight"] == (Shard(1),)
     assert moved(plan, "forward") == {("", "all_reduce[tp]")}
     golden.check(plan.to_text(seconds=False), "column_then_row.txt")
+    assert named(plan) == {"tp": "tensor parallel"}
 
 
 def test_megatron_sequence_parallel(golden: Golden) -> None:
@@ -130,6 +139,7 @@ def test_megatron_sequence_parallel(golden: Golden) -> None:
     whole = [c for c in plan.collectives if c.phase == "forward" and c.nbytes >= 4096 * 4096 * 4]
     assert [c.kind for c in whole] == ["reduce_scatter", "all_gather", "reduce_scatter"]
     golden.check(plan.to_text(seconds=False), "megatron_sequence_parallel.txt")
+    assert named(plan) == {"tp": "tensor parallel with sequence parallelism"}
 
 
 def test_context_parallel(golden: Golden) -> None:
@@ -144,6 +154,7 @@ def test_context_parallel(golden: Golden) -> None:
     assert [[split.factor for split in record.splits] for record in attentions] == [["s"], ["s"]]
     assert {kind for value, kind in moved(plan, "forward") if not value} == {"all_gather[cp]"}
     golden.check(plan.to_text(seconds=False), "context_parallel.txt")
+    assert named(plan) == {"cp": "context parallel; sequence split"}
 
 
 def test_vocabulary_parallel(golden: Golden) -> None:
@@ -156,6 +167,7 @@ def test_vocabulary_parallel(golden: Golden) -> None:
     assert plan.parameters["embedding.weight"] == (Shard(1),)
     assert plan.parameters["head.weight"] == (Shard(0),)
     golden.check(plan.to_text(seconds=False), "vocabulary_parallel.txt")
+    assert named(plan) == {"tp": "tensor parallel"}
 
 
 def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
@@ -186,6 +198,7 @@ def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
     }
     assert counts(plan, "backward") == {"all_gather[tp]": 1, "all_reduce[dp]": 1, "reduce_scatter[dp]": 2}
     golden.check(plan.to_text(seconds=False), "fsdp_of_tp.txt")
+    assert named(plan) == {"dp": "FSDP of 67% of the weights; batch split", "tp": "tensor parallel"}
 
 
 def test_tensor_parallel_over_two_axes(golden: Golden) -> None:
@@ -203,6 +216,7 @@ def test_tensor_parallel_over_two_axes(golden: Golden) -> None:
     assert moved(plan, "forward") == {("", "reduce_scatter[dp,tp]")}
     assert counts(plan, "backward") == {"all_gather[dp,tp]": 1}
     golden.check(plan.to_text(seconds=False), "tensor_parallel_two_axes.txt")
+    assert named(plan) == {"dp": "tensor parallel", "tp": "tensor parallel"}
 
 
 def test_two_linear_on_three_ranks(golden: Golden) -> None:

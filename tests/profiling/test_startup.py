@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.cache_files import cache_folder
 from autoshard.profiling.startup import cache_path, machine_key
+from cost_model.cache_files import cache_folder
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from tests.profiling import programs

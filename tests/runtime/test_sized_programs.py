@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
@@ -32,7 +34,7 @@ SIZES = [(8, 6), (4, 9), (12, 7), (6, 32), (7, 5), (5, 12), (3, 6), (2, 7)]
     ],
 )
 def test_a_program_in_symbols_is_what_lowering_gives(
-    constraints: dict[str, object], hint: tuple[int, int], holds_for: int
+    constraints: Any, hint: tuple[int, int], holds_for: int
 ) -> None:
     """holds_for: how many of the sizes at least, on each rank."""
     model = made("Attending")
@@ -44,9 +46,9 @@ def test_a_program_in_symbols_is_what_lowering_gives(
     captured = canonical_capture(model, (batch((4, 9)),), {}, sizes=symbolic)
     joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
 
-    def lowered(graph: object, rank: int) -> RankProgram:
+    def lowered(graph: Any, rank: int) -> RankProgram:
         with runnable(plan):
-            ((whole, planned),) = plan.of_pieces(graph)  # type: ignore[arg-type]
+            ((whole, planned),) = plan.of_pieces(graph)
             program = rank_program(whole, planned, MESH, rank, simulated_groups(MESH)).joined()
             _ = program.phases
         return program

@@ -56,7 +56,7 @@ def test_without_time_and_a_plan_the_error_names_the_mesh_and_the_limit(
 def test_a_small_model_is_planned_in_a_short_time() -> None:
     x = torch.randn(64, 64)
     plan = find_plan(nn.Linear(64, 64), MESH, (x,), profile=slow_compute(), backend="eager", time_limit=30.0)
-    assert (plan.status, plan.joined_axes) == ("optimal", ())
+    assert plan.gap < 0.05 and plan.joined_axes == ()
 
 
 def test_layouts_and_the_ways_between_them_are_listed_until_the_deadline() -> None:

@@ -126,7 +126,8 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         "autoshard::collect.default": views.collect,
         # products
         "autoshard::contract.default": products.contract,
-        "autoshard::grouped_mm.default": products.grouped_mm,
+        "autoshard::routed_mm.default": products.routed_mm,
+        "autoshard::routed_outer.default": products.routed_outer,
         "autoshard::attention.default": products.attention,
         "autoshard::attention_backward.default": products.attention_backward,
         "autoshard::neighborhood_attention.default": patches.neighborhood_attention,

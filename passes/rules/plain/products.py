@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from passes.ops.product_ops import kind_of
 from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets
 from passes.rules.core.emit_op import (
     again,
@@ -35,44 +34,43 @@ def _with_sums(equation: str) -> str:
     return equation + "".join(f"; {word}: sum" for word in gone)
 
 
-_TERMS = {
-    "rows": ("l k", "g k n", "l n", {"k": "sum", "g": "sum"}),
-    "columns": ("g m k", "k l", "m l", {"k": "sum", "g": "sum"}),
-    "summed": ("m l", "l n", "g m n", {"l": "sum"}),
-}
+def routed_mm(call: OpCall) -> OpRule:
+    """*s k, g k n, *s -> *s n; k: sum; g: sum. A rank with some of the experts gives zeros for rows of the others."""
+    rows = _rows_of(call)
+    return _routed(call, [(*rows, ("k",)), dims("g k n"), rows], (*rows, ("n",)), {"k": "sum", "g": "sum"})
 
 
-def grouped_mm(call: OpCall) -> OpRule:
-    """rows: l k, g k n -> l n; columns: g m k, k l -> m l; summed: m l, l n -> g m n. For rows and columns, a
-    rank with some of the groups gives zeros for the others, so the result is a pending sum.
+def routed_outer(call: OpCall) -> OpRule:
+    """*s m, *s n, *s -> g m n; *s: sum."""
+    rows = _rows_of(call)
+    sums = {factor: "sum" for (factor,) in rows}
+    return _routed(call, [(*rows, ("m",)), (*rows, ("n",)), rows], dims("g m n"), sums)
 
-    `offs` is whole on every rank: a rank needs the ends of other ranks' groups to know where its own begin.
-    """
-    a, b, result, reductions = _TERMS[kind_of(call.tensor("a").ndim, call.tensor("b").ndim)]
+
+def _rows_of(call: OpCall) -> tuple[Dim, ...]:
+    return tuple((f"s{d}",) for d in range(call.tensor("ids").ndim))
+
+
+def _routed(call: OpCall, operands: Sequence[Dims], result: Dims, reductions: dict[str, str]) -> OpRule:
     return assemble(
         call.shapes,
-        [dims(a), dims(b), dims("ends")],
-        [dims(result)],
+        operands,
+        [result],
         sizes={"g": call["count"]},
         reductions=reductions,
-        whole=["ends"],
         linear=linear_sets(call, "a", "b"),
-        localize=_grouped,
+        localize=_own_experts,
     )
 
 
-def _grouped(ctx: LocalContext) -> fx.Node:
-    """Ends are counted from where the rank's part of the jagged dim begins; the op itself cuts them off at both ends
-    of it."""
+def _own_experts(ctx: LocalContext) -> fx.Node:
     if is_empty(ctx, "g"):
         return constant(ctx, 0)
-    offs, first, count = (argument(ctx, name) for name in ("offs", "first", "count"))
-    if ctx.is_split("l"):
-        offs = ctx.call(aten.sub.Tensor, offs, ctx.interval("l")[0])
+    first, count = (argument(ctx, name) for name in ("first", "count"))
     if ctx.is_split("g"):
         low, high = ctx.interval("g")
         first, count = first + low, high - low
-    return again(ctx, offs=offs, first=first, count=count)
+    return again(ctx, first=first, count=count)
 
 
 _DIMS = {

@@ -1,4 +1,4 @@
-"""autoshard::grouped_mm: its rule by the oracle, and torch's grouped product as it is captured."""
+"""autoshard::routed_mm and routed_outer: rules by the oracle; torch's grouped product as it is captured and run."""
 
 from __future__ import annotations
 
@@ -15,65 +15,77 @@ from passes.compile.expand_ops import expand_ops
 from passes.ir.op_work import global_flops
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_tracing import fake_tensors
-from passes.ops import product_ops
-from passes.ops.product_ops import grouped_mm
+from passes.ops import routed_ops
+from passes.ops.routed_ops import grouped_mm, routed_mm, routed_outer
 from passes.rules.check.trial import call_node
 from tests.capture.running import check as check_captured
 from tests.profiles import slow_compute
 from tests.rules.registered import Draw, check
 
-op = torch.ops.autoshard.grouped_mm.default
-ENDS = [[2, 2, 5], [0, 3, 4], [5, 5, 5], [1, 2, 3]]
+mm, outer = torch.ops.autoshard.routed_mm.default, torch.ops.autoshard.routed_outer.default
+grouped = torch.ops.autoshard.grouped_mm.default
+IDS = [[[2, 0, 1], [1, 2, 2]], [[0, 0, 0], [0, 3, 0]], [[2, 2, 2], [2, 2, 2]]]
 
 
-def _loop(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
-    """By masks, and not by slices as the op does it."""
-    length = a.shape[0] if b.ndim == 3 else b.shape[1] if a.ndim == 3 else a.shape[1]
-    place, begin, parts = torch.arange(length), 0, list[Tensor]()
-    for group, end in enumerate(ends):
-        member = ((place >= begin) & (place < end)).to(a.dtype)
-        if b.ndim == 3:
-            parts.append((a * member[:, None]) @ b[group])
-        elif a.ndim == 3:
-            parts.append(a[group] @ (b * member))
-        else:
-            parts.append((a * member) @ b)
-        begin = end
-    return torch.stack(parts) if a.ndim == b.ndim else torch.stack(parts).sum(0)
+def _mm(a: Tensor, b: Tensor, ids: Tensor, first: int = 0) -> Tensor:
+    """By masks, and not by groups as the op does it."""
+    return sum(
+        ((ids == first + g).to(a.dtype)[..., None] * (a @ b[g]) for g in range(b.shape[0])),
+        start=a.new_zeros(1),
+    )
 
 
-SHAPES = {"rows": ((5, 4), (3, 4, 2)), "columns": ((3, 4, 2), (2, 5)), "summed": ((4, 5), (5, 2))}
+def _outer(a: Tensor, b: Tensor, ids: Tensor, count: int, first: int = 0) -> Tensor:
+    members = [(ids == first + g).to(a.dtype)[..., None] for g in range(count)]
+    return torch.stack([torch.einsum("stm,stn->mn", a * member, b) for member in members])
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_values_and_gradients(kind: str, ends: list[int]) -> None:
-    draw = Draw(1)
-    a, b = (draw.floats(*shape).requires_grad_() for shape in SHAPES[kind])
-    got, wanted = grouped_mm(a, b, torch.tensor(ends), 0, 3), _loop(a, b, ends)
-    torch.testing.assert_close(got, wanted)
-    grad = draw.floats(*wanted.shape)
-    for ours, theirs in zip(*(torch.autograd.grad(x, (a, b), grad) for x in (got, wanted)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("ids", IDS, ids=str)
+def test_values_and_gradients(ids: list[list[int]], first: int) -> None:
+    draw, experts = Draw(1), torch.tensor(ids)
+    for op, wanted, shapes in (
+        (
+            lambda a, b: routed_mm(a, b, experts, first, 3),
+            lambda a, b: _mm(a, b, experts, first),
+            ((2, 3, 4), (3, 4, 5)),
+        ),
+        (
+            lambda a, b: routed_outer(a, b, experts, first, 3),
+            lambda a, b: _outer(a, b, experts, 3, first),
+            ((2, 3, 4), (2, 3, 5)),
+        ),
+    ):
+        a, b = (draw.floats(*shape).requires_grad_() for shape in shapes)
+        got, right = op(a, b), wanted(a, b)
+        torch.testing.assert_close(got, right)
+        grad = draw.floats(*right.shape)
+        for ours, theirs in zip(*(torch.autograd.grad(x, (a, b), grad) for x in (got, right)), strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("kind", "splittable"), [("rows", "lngk"), ("columns", "mlgk"), ("summed", "gmnl")])
-def test_rule(kind: str, splittable: str) -> None:
+def test_rules() -> None:
     """Every split, and splits of two kinds at once, on 2, 3 and 2 x 2 ranks."""
     draw = Draw(2)
-    a, b = (draw.floats(*shape) for shape in SHAPES[kind])
-    for ends in ENDS[:2]:
-        rule = check(op, a, b, torch.tensor(ends, dtype=torch.int32), 0, 3)
-        assert sorted(rule.splittable) == sorted(splittable)
+    for ids in map(torch.tensor, IDS[:2]):
+        rule = check(mm, draw.floats(2, 3, 4), draw.floats(3, 4, 5), ids, 0, 3)
+        assert sorted(rule.splittable) == ["g", "k", "n", "s0", "s1"]
         assert rule.linear == (frozenset({0}), frozenset({1}))
-    # 4 x 5 x 2 multiply-adds: every place is in one group
-    assert global_flops(call_node(op, (a, b, torch.tensor(ENDS[0]), 0, 3))) == 2.0 * 4 * 5 * 2
+        rule = check(outer, draw.floats(2, 3, 4), draw.floats(2, 3, 5), ids, 0, 3)
+        assert sorted(rule.splittable) == ["g", "m", "n", "s0", "s1"]
+    # 6 x 4 x 5 multiply-adds: every row has one expert
+    a, b = torch.randn(2, 3, 4), torch.randn(3, 4, 5)
+    assert global_flops(call_node(mm, (a, b, torch.tensor(IDS[0]), 0, 3))) == 2.0 * 6 * 4 * 5
+    assert (
+        global_flops(call_node(outer, (a, torch.randn(2, 3, 5), torch.tensor(IDS[0]), 0, 3)))
+        == 2.0 * 6 * 4 * 5
+    )
 
 
-def test_fakes_and_gradient_formula_agree_with_the_op() -> None:
-    for first in SHAPES.values():
-        a, b = (torch.randn(shape, requires_grad=True) for shape in first)
-        torch.library.opcheck(op, (a, b, torch.tensor([2, 2, 5], dtype=torch.int32), 0, 3))
+def test_fakes_and_gradient_formulas_agree_with_the_ops() -> None:
+    a, b, c = (torch.randn(shape, requires_grad=True) for shape in ((2, 3, 4), (3, 4, 5), (2, 3, 5)))
+    torch.library.opcheck(mm, (a, b, torch.tensor(IDS[0]), 0, 3))
+    torch.library.opcheck(outer, (a, c, torch.tensor(IDS[0]), 0, 3))
 
 
 class Experts(nn.Module):
@@ -102,7 +114,7 @@ class Experts(nn.Module):
 def test_captured_from_torchs_names(product: object) -> None:
     captured = check_captured(Experts(product), torch.randn(12, 8), rtol=1e-4, atol=1e-5)
     targets = [str(node.target) for node in captured.joint.graph.nodes]
-    assert targets.count("autoshard.grouped_mm.default") == 5  # x needs no gradient
+    assert sum("autoshard.routed" in target for target in targets) == 5  # x needs no gradient
     assert not any("aten._grouped_mm" in target for target in targets)
 
 
@@ -132,8 +144,8 @@ def _on_cuda(
     a, b, ends = fake_tensors(specs)
     with fake_mode_of(a):
         a, b = (x.transpose(-1, -2) if turned else x for x in (a, b))
-        node = call_node(op, (a, b, ends, first, 4))
-        wanted = op(a, b, ends, first, 4)
+        node = call_node(grouped, (a, b, ends, first, 4))
+        wanted = grouped(a, b, ends, first, 4)
     node.graph.output((node,))
     module = expand_ops(torch.fx.GraphModule(torch.nn.Module(), node.graph))
     out = next(n for n in module.graph.nodes if n.op == "output").args[0][0].meta["val"]
@@ -167,7 +179,7 @@ def test_what_is_made_of_torchs_product_is_the_op(kind: str, first: int, ends: l
     shapes = {"rows": ((24, 8), (2, 8, 16)), "summed": ((8, 24), (24, 16))}[kind]
     a, b = (draw.floats(*shape, dtype=torch.bfloat16) for shape in shapes)
     offs = torch.tensor(ends, dtype=torch.int32)
-    got, wanted = product_ops._fused(a, b, offs, first, 2), grouped_mm(a, b, offs, first, 2)
+    got, wanted = routed_ops._fused(a, b, offs, first, 2), grouped_mm(a, b, offs, first, 2)
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
 
 
@@ -177,7 +189,6 @@ def test_what_is_made_of_torchs_product_is_the_op(kind: str, first: int, ends: l
         ([64, 12], [4, 12, 32], torch.bfloat16),
         ([64, 16], [4, 16, 32], torch.float32),
         ([12, 64], [64, 32], torch.bfloat16),
-        ([4, 16, 8], [8, 64], torch.bfloat16),
     ],
     ids=str,
 )
@@ -203,3 +214,9 @@ def test_verify_where_torch_has_no_kernel() -> None:
     plan = find_plan(model, MeshSpec({"ep": 2}), (x,), profile=slow_compute(), constraints={"up": [Shard(0)]})
     report = verify(model, plan, (x,))
     assert report.ok and report.max_error < 1e-12, str(report)
+
+
+def test_a_product_of_columns_is_captured_as_one_of_rows() -> None:
+    a, b, ends = torch.randn(3, 4, 2), torch.randn(2, 5), torch.tensor([1, 1, 4])
+    wanted = torch.cat([a[0] @ b[:, :1], a[2] @ b[:, 1:4], torch.zeros(4, 1)], 1)  # column 4 is in no group
+    torch.testing.assert_close(grouped_product(a, b, ends), wanted)

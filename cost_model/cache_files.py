@@ -59,16 +59,19 @@ def code_fingerprint() -> str:
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
-def mark(*what: object) -> None:
-    """`is_marked` from now on, for this code."""
+def remember(*what: object, text: str = "") -> None:
+    """`remembered` from now on, for this code."""
     with suppress(OSError):
-        write_whole(_mark_path(what), "")
+        write_whole(_path_of(what), text)
 
 
-def is_marked(*what: object) -> bool:
-    return _mark_path(what).exists()
+def remembered(*what: object) -> str | None:
+    """The text of `what`; None: there is none."""
+    with suppress(OSError):
+        return _path_of(what).read_text(encoding="utf-8")
+    return None
 
 
-def _mark_path(what: tuple[object, ...]) -> Path:
+def _path_of(what: tuple[object, ...]) -> Path:
     text = "\n".join(map(str, (*what, code_fingerprint())))
     return cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.mark"

@@ -1,0 +1,181 @@
+"""A plan on one screen: `print(plan)`. Each mesh axis by the name that its pattern has in the field."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_words import made_of_parameters, race_lines, stages_words
+from cost_model.memory import format_bytes, format_seconds
+from passes.plan.planned_graph import NodeRecord
+
+_MOST = 0.5
+"""Share of weights, or of the elements of activations, from which on an axis is named after what it does with them."""
+_SOME = 0.1
+"""Share from which on it is said as well."""
+_PROVEN = 0.0005
+"""Gap below which the plan is said to be optimal: what one decimal shows."""
+_ROUTED = ("routed_mm", "routed_outer")
+_WINDOWED = ("aten.convolution", "neighborhood_attention")
+
+
+def plan_summary(plan: PlanContent) -> str:
+    """Mesh, step, memory, gap, and what each axis of the mesh does, in lines of one subject."""
+    return "\n".join(f"{subject:11} {words}" for subject, words in _lines(plan)) + "\n"
+
+
+def _lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
+    records = [record for stage in plan.stages for record in stage.records]
+    weights = sum(math.prod(one.results[0].shape) for one in records if one.op == "param")
+    nominal = ", nominal: measured on no machine" if plan.origin.nominal else ""
+    yield "plan", f"{_count(weights)} parameters on {plan.mesh} of {plan.mesh.device_type}"
+    yield "prices", f"profile {plan.origin.profile}{nominal}"
+    yield "step", _step(plan, records)
+    limit = "" if plan.memory_limit is None else f" of {format_bytes(plan.memory_limit)}"
+    yield "memory", f"{format_bytes(plan.peak_memory)}{limit} on the fullest device, predicted"
+    yield "proof", _proof(plan)
+    if plan.axis:
+        yield plan.axis, f"pipeline: {stages_words(plan)}, bubble {plan.bubble:.0%}"
+    elif plan.micro_batches > 1:
+        yield "batch", f"in {plan.micro_batches} pieces, one after the other"
+    for axis in plan.mesh.real_axes():
+        if axis != plan.axis:
+            yield axis, axis_words([stage.records for stage in plan.stages], axis)
+    yield from itertools.islice((("raced", line) for line in race_lines(plan.race)), 1)
+    yield "more", 'plan.explain(), plan.explain("name"), plan.why_not("FSDP"), plan.draw("plan.html")'
+
+
+def _count(number: float) -> str:
+    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _step(plan: PlanContent, records: Sequence[NodeRecord]) -> str:
+    """What waits: of a plan without stages, what its kernels do not take."""
+    words = f"{format_seconds(plan.step_time)} predicted"
+    if plan.axis:
+        return words
+    computed = min(plan.step_time, sum(record.seconds for record in records))
+    moved = sum(collective.seconds for collective in plan.collectives)
+    exposed = min(moved, plan.step_time - computed)
+    return (
+        f"{words}: {format_seconds(computed)} of computation, {format_seconds(moved)} of communication, of which "
+        f"{format_seconds(exposed)} ({exposed / plan.step_time:.0%} of the step) is not hidden"
+    )
+
+
+def _proof(plan: PlanContent) -> str:
+    if plan.lower_bound <= 0.0:
+        return "not known: the search ended before it had a bound"
+    limited = plan.memory_limit is not None
+    if plan.gap < _PROVEN:
+        return f"{'as fast as without a limit' if limited else 'optimal'} under these prices"
+    of = "the fastest plan without a limit" if limited else "optimal"
+    return f"within {plan.gap:.1%} of {of} under these prices (bound {format_seconds(plan.lower_bound)})"
+
+
+@dataclass
+class _Uses:
+    """What one axis does, in elements.
+
+    stored, read: of weights by whether the axis splits them where they are stored, and where they are read.
+    dims: of results in the forward, by what of them it splits.
+    experts: whether it splits experts.
+    """
+
+    weights: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    dims: Counter[str] = field(default_factory=Counter)
+    experts: bool = False
+
+    def share_of_weights(self, *kinds: tuple[bool, bool]) -> float:
+        return sum(self.weights[kind] for kind in kinds) / max(1, sum(self.weights.values()))
+
+    def share_of_dims(self, dim: str) -> float:
+        return self.dims[dim] / max(1, sum(self.dims.values()))
+
+
+def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
+    """ "tensor parallel with sequence parallelism", "FSDP; batch split". stages: the records of each stage's graph."""
+    uses = _Uses()
+    for records in stages:
+        _note_weights(uses, records, axis)
+        _note_results(uses, records, axis)
+    where_stored = uses.share_of_weights((True, True), (False, True))
+    gathered = uses.share_of_weights((True, False))
+    split = [dim for dim in ("batch", "sequence", "space") if uses.share_of_dims(dim) >= _MOST / 2]
+    names: list[str] = []
+    if uses.experts:
+        names.append("expert parallel")
+    if where_stored >= _SOME and not (uses.experts and where_stored < _MOST):
+        part = "" if where_stored >= 1.0 - _SOME else f" of {where_stored:.0%} of the weights"
+        sequence = " with sequence parallelism" if uses.share_of_dims("sequence") >= _SOME / 2 else ""
+        names.append(f"tensor parallel{part}{sequence}")
+    if gathered >= _SOME:
+        part = "" if gathered >= 1.0 - _SOME else f" of {gathered:.0%} of the weights"
+        names.append(f"FSDP{part}")
+    elif not names and split:
+        names.append(_OF_WHOLE_WEIGHTS[split[0]])
+    if not names:
+        return "every rank computes the same"
+    said = {dim for dim in split if not (dim == "sequence" and "sequence" in "".join(names))}
+    return "; ".join([", ".join(names), *(f"{dim} split" for dim in split if dim in said)])
+
+
+_OF_WHOLE_WEIGHTS = {"batch": "DDP", "sequence": "context parallel", "space": "domain parallel with halos"}
+
+
+def _note_weights(uses: _Uses, records: Sequence[NodeRecord], axis: str) -> None:
+    """By how their readers have them; casts and views of a weight are the weight."""
+    made = made_of_parameters(records)
+    of = {record.name: record for record in records}
+    read: dict[str, bool] = defaultdict(bool)
+    for record in records:
+        for operand in record.operands:
+            if operand.source in made and record.name not in made and record.op != "output":
+                read[_root(operand.source, of)] |= axis in operand.layout.axes
+                is_expert = record.op in _ROUTED and any(
+                    split.factor == "g" and axis in split.axes for split in record.splits
+                )
+                uses.experts |= is_expert
+    for record in records:
+        if record.op == "param":
+            stored = axis in record.results[0].layout.axes
+            uses.weights[stored, read[record.name]] += math.prod(record.results[0].shape)
+
+
+def _root(name: str, of: dict[str, NodeRecord]) -> str:
+    while of[name].op != "param":
+        name = of[name].operands[0].source
+    return name
+
+
+def _note_results(uses: _Uses, records: Sequence[NodeRecord], axis: str) -> None:
+    """Of the forward's results, without weights. A sequence is the middle dim of those that have three; space is what
+    convolutions go over."""
+    made = made_of_parameters(records)
+    results = [
+        (record, result)
+        for record in records
+        if record.phase == "forward"
+        and record.op not in ("param", "input", "output")
+        and record.name not in made
+        for result in record.results
+        if len(result.shape) > 1
+    ]
+    lengths = {result.shape[1] for _, result in results if len(result.shape) == 3}
+    space = {n for record, result in results if record.op in _WINDOWED for n in result.shape[2:]}
+    for _, result in results:
+        dim, shape = result.layout.dim_of(axis), result.shape
+        if dim is None or dim == 0:
+            word = "none" if dim is None else "batch"
+        elif dim > 1 and shape[dim] in space:
+            word = "space"
+        else:
+            word = "sequence" if shape[dim] in lengths and dim < len(shape) - 1 else "features"
+        uses.dims[word] += math.prod(shape)
