@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.compile.bind_device import WriteIntoBuckets
 from passes.compile.expand_ops import CALLED, expand_ops
-from passes.compile.fuse_eager import FuseEager
+from passes.compile.fuse_eager import FuseEager, call_directly
 from passes.compile.join_linears import JoinLinears
 from passes.compile.kept_code import code_name, keep_code, kept_code
 from passes.ir.autocast_off import autocast_off
@@ -34,30 +34,6 @@ from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 aten = torch.ops.aten
-
-_NAMED_ALIKE = (
-    "add.Tensor addmm.default cat.default clone.default convolution.default div.Tensor "
-    "embedding.default exp.default gather.default log.default matmul.default mm.default mul.Tensor "
-    "native_layer_norm.default neg.default permute.default relu.default reshape.default rsqrt.default "
-    "select.int sub.Tensor sum.dim_IntList where.self"
-)
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    getattr(getattr(aten, name), overload): getattr(torch, name)
-    for name, overload in (one.split(".") for one in _NAMED_ALIKE.split())
-} | {aten.view.default: torch.Tensor.view}
-"""Overloads, and functions that run them for the same arguments in the same places."""
-
-
-def call_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """`module`, in place, with overloads exchanged for torch's functions; the same kernels run.
-
-    For a program that is about to run: passes know ops by their overloads.
-    """
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in _FUNCTIONS:
-            node.target = _FUNCTIONS[node.target]
-    module.recompile()
-    return module
 
 
 def result_values(module: fx.GraphModule) -> list[Tensor | None]:

@@ -1,7 +1,5 @@
-"""Private torch APIs that tracing a model needs: one small function each, saying what it is for.
-
-The others are in `passes/ir/torch_compat.py`. Supported: see there.
-"""
+"""Private torch APIs that tracing a model needs: one small function each, saying what it is for. Supported: see
+`passes/ir/torch_compat.py`, which has others."""
 
 from __future__ import annotations
 
@@ -204,9 +202,9 @@ def fake_tensors(
             seen(func, args, kwargs or {}, result)
             return result
 
-    env = None if symbols is None else symbols.env
-    with nullcontext() if env is None else uncached_fakes():
-        mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
+    make = FakeTensorMode if seen is None else Watched
+    with nullcontext() if symbols is None else uncached_fakes():
+        mode = make(allow_non_fake_inputs=True, shape_env=symbols and symbols.env)
     with mode, torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)

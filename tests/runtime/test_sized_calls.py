@@ -113,7 +113,7 @@ UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 
     [
         ("Counting", 2, EVEN, 2, 1),
         pytest.param("Counting", 2, COMPILED, 2, 3, marks=pytest.mark.slow),
-        pytest.param("Attending", 3, COMPILED, 2, 3, marks=pytest.mark.slow),
+        pytest.param("Attending", 2, COMPILED, 2, 3, marks=pytest.mark.slow),
         pytest.param("Attending", 2, EVEN, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 2, UNEVEN, 6, 5, marks=pytest.mark.slow),
         pytest.param("Attending", 3, UNEVEN, 6, 6, marks=pytest.mark.slow),
