@@ -43,17 +43,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser("demo", help="train a small GPT on 4 local ranks beside one process")
-    demo.add_argument("--ranks", type=positive, default=4)
-    demo.add_argument("--steps", type=positive, default=20)
+    demo = commands.add_parser(
+        "demo", help="train a small GPT in one process, by hand on 2 ranks, and by autoshard"
+    )
+    demo.add_argument("--ranks", type=positive, default=2)
+    demo.add_argument("--steps", type=positive, default=8)
     demo.add_argument(
         "--backend",
         help="inductor, eager, or any torch.compile backend (default: inductor on GPUs, eager on CPUs, "
         "where compiling takes longer than the demo)",
     )
-    demo.add_argument(
-        "--output", type=Path, default=Path("autoshard-demo.svg"), help="the drawing of the plan"
-    )
+    demo.add_argument("--output", type=Path, help="a drawing of the plan (.html, .svg); none if not given")
+    demo.add_argument("--graph", action="store_true", help="print the planned graph as well")
     demo.set_defaults(command=_demo)
 
 
@@ -215,7 +216,8 @@ def _said(error: BaseException) -> str:
 def _demo(arguments: argparse.Namespace) -> int:
     from autoshard.demo import run_demo
 
-    return run_demo(arguments.ranks, arguments.steps, arguments.backend, arguments.output)
+    a = arguments
+    return run_demo(a.ranks, a.steps, a.backend, a.output, a.graph)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

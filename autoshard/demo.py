@@ -1,8 +1,9 @@
-"""The demo's two runs, one process and several ranks, and the page it prints."""
+"""The demo: a GPT trained in one process, by hand on several ranks, and by autoshard; the page it prints."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.profiling.startup import nominal_profile
-from cost_model.memory import format_bytes
+from cost_model.memory import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
@@ -49,12 +50,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         # Heads major: a split of the projection's rows by head keeps q, k and v of a head together.
-        parts = self.query_key_value(self.norm1(x)).view(batch, length, self.heads, 3, width // self.heads)
+        parts = self.query_key_value(self.norm1(x)).view(batch, length, self.heads, 3, -1)
         q, k, v = parts.permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -95,12 +96,16 @@ def batches(
     return [(data[s[:, None] + span], data[s[:, None] + span + 1]) for s in starts]
 
 
-_BATCH = 16
+_CONFIG = GPTConfig(context=64, width=512, heads=8)
+_BATCH = 4
+"""Large weights and few tokens: splitting pays on two CPUs too."""
+_WARM = 2
+"""Steps before the timed ones."""
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """Options of every rank. folder: where ranks meet and leave their results."""
+    """Options of every rank. folder: where ranks meet and leave their results. drawing: of the plan, "" for none."""
 
     ranks: int
     steps: int
@@ -110,49 +115,103 @@ class DemoRun:
     drawing: str
 
 
-def run_demo(ranks: int, steps: int, backend: str | None, drawing: Path) -> int:
-    """Train in one process, then on `ranks` local ranks; print plan, losses and memory; draw the plan.
+@dataclass(frozen=True)
+class Trained:
+    """losses: of every step. seconds: of a step, the median of those timed. nbytes: of this rank's weights, gradients
+    and AdamW's states."""
 
-    NCCL with one GPU per rank where there are GPUs (then at most that many ranks), else gloo on the
-    CPU. Returns 0 if the losses agree to 1e-4 relative (1e-2 on a GPU, whose matrix products round
-    differently), 1 if not.
+    losses: list[float]
+    seconds: float
+    nbytes: int
+
+
+def run_demo(
+    ranks: int, steps: int, backend: str | None, drawing: Path | None = None, graph: bool = False
+) -> int:
+    """Train a GPT in one process, then on `ranks` local ranks by DDP, FSDP2, tensor parallelism by hand and autoshard,
+    in turn; print step times, memory, whether losses agree, and the plan.
+
+    drawing: the file that the plan is drawn to. graph: prints the planned graph as well.
+    NCCL with one GPU per rank where there are GPUs (then at most that many ranks), else gloo on the CPU. Returns 0 if
+    the losses agree to 1e-4 relative (1e-2 on a GPU, whose matrix products round differently), 1 if not.
     """
     gpus = torch.cuda.device_count()
     device = "cuda" if gpus else "cpu"
     ranks = min(ranks, gpus) if gpus else ranks
     backend = backend or ("inductor" if gpus else "eager")
-    config = GPTConfig()
-    print(f"a GPT of {config.layers} layers, width {config.width}, on the Python language reference")
-    print(f"{ranks} ranks over {'NCCL' if gpus else 'gloo'}, backend {backend}", flush=True)
-    alone = _train(_model(config, device), config, steps, device)
+    over = "GPUs over NCCL" if gpus else "processes of this machine over gloo"
+    print(f"a GPT of {_CONFIG.layers} layers of {_CONFIG.width} on {ranks} {over}", flush=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank has
+    try:
+        alone = _train(_model(device), steps, device)
+    finally:
+        torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        demo = DemoRun(ranks, steps, backend, device, folder, str(drawing.absolute()))
+        demo = DemoRun(
+            ranks, steps, backend, device, folder, "" if drawing is None else str(drawing.absolute())
+        )
         mp.start_processes(_rank_main, args=(demo,), nprocs=ranks, start_method="spawn")
-        reports = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    return _print_report(alone, reports, drawing, 1e-2 if gpus else 1e-4)
+        trained = {
+            name: Trained(**one)
+            for name, one in json.loads((Path(folder) / "trained.json").read_text()).items()
+        }
+        plan, text = (Path(folder) / "plan.txt").read_text(), (Path(folder) / "graph.txt").read_text()
+    print("\n".join(_report({"one process": alone, **trained})))
+    worst = max(abs(a - b) / abs(a) for a, b in zip(alone.losses, trained["autoshard"].losses, strict=True))
+    agree = worst <= (1e-2 if gpus else 1e-4)
+    print(
+        f"losses of autoshard and one process {'agree' if agree else 'DIFFER'}, to {worst:.0e}\n\n{plan}",
+        end="",
+    )
+    if graph:
+        print(f"\n{text}", end="")
+    if drawing is not None:
+        print(f"plan drawn to {drawing}")
+    return 0 if agree else 1
 
 
-def _model(config: GPTConfig, device: str) -> GPT:
+def _report(trained: dict[str, Trained]) -> list[str]:
+    lines = [f"{'':24} {'step':>9}   weights, gradients, AdamW"]
+    for name, one in trained.items():
+        loss = f"loss {one.losses[-1]:.4f} after {len(one.losses)} steps"
+        lines.append(
+            f"{name:24} {format_seconds(one.seconds):>9}   {format_bytes(one.nbytes):>9} a rank   {loss}"
+        )
+    return lines
+
+
+def _model(device: str) -> GPT:
     torch.manual_seed(0)
-    return GPT(config).to(device)
+    return GPT(_CONFIG).to(device)
 
 
-def _train(model: nn.Module, config: GPTConfig, steps: int, device: str) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def _train(
+    model: nn.Module, steps: int, device: str, part: tuple[int, int] = (0, 1), group: Any = None
+) -> Trained:
+    """part: which of how many parts of a batch this rank passes. group: of the ranks that pass the others."""
+    whole = {True: [], False: []}
+    for parameter in model.parameters():  # torch updates no DTensors beside tensors
+        whole[isinstance(parameter, DTensor)].append(parameter)
+    optimizer = torch.optim.AdamW([{"params": some} for some in whole.values() if some], lr=1e-3)
     losses: list[float] = []
-    for tokens, targets in batches(config, _BATCH, steps):
-        loss = model(tokens.to(device), targets.to(device))
+    times: list[float] = []
+    for tokens, targets in batches(_CONFIG, _BATCH, steps + _WARM):
+        start = time.perf_counter()
+        mine = (tensor.chunk(part[1])[part[0]].to(device) for tensor in (tokens, targets))
+        loss = model(*mine)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        value = loss.detach()
+        if part[1] > 1:
+            dist.all_reduce(value, group=group)
+        losses.append(value.item() / part[1])
+        times.append(time.perf_counter() - start)
+    return Trained(losses, statistics.median(times[_WARM:]), _state_bytes(model))
 
 
 def _rank_main(rank: int, demo: DemoRun) -> None:
-    from autoshard.api import autoshard
-
     torch.set_num_threads(1)
     options: dict[str, Any] = {"backend": "gloo"}
     if demo.device == "cuda":
@@ -162,36 +221,46 @@ def _rank_main(rank: int, demo: DemoRun) -> None:
     store = dist.FileStore(f"{demo.folder}/store", demo.ranks)
     dist.init_process_group(**options, store=store, rank=rank, world_size=demo.ranks)
     try:
-        report = _train_rank(autoshard, demo)
-        (Path(demo.folder) / f"rank{rank}.json").write_text(json.dumps(report))
+        _train_rank(demo)
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _train_rank(autoshard: Any, demo: DemoRun) -> dict[str, Any]:
-    config = GPTConfig()
+def _train_rank(demo: DemoRun) -> None:
+    """What rank 0 measured, for the process that started the ranks."""
+    from autoshard.api import autoshard
+    from autoshard.demo_rivals import RIVALS
+
     mesh = init_device_mesh(demo.device, (demo.ranks,), mesh_dim_names=("ranks",))
-    model = _model(config, demo.device)
-    example = tuple(tensor.to(demo.device) for tensor in batches(config, _BATCH, 1)[0])
-    start = time.perf_counter()
-    # Nominal prices: the demo shows the same plan everywhere, and measures nothing.
-    autoshard(model, mesh, example, backend=demo.backend, profile=nominal_profile(demo.device))
-    planned = time.perf_counter() - start
-    start = time.perf_counter()
-    losses = _train(model, config, demo.steps, demo.device)
-    seconds = time.perf_counter() - start
-    report = {
-        "losses": losses,
-        "setup_seconds": planned,
-        "train_seconds": seconds,
-        "bytes": _state_bytes(model),
-    }
+    trained: dict[str, Trained] = {}
+    for name, (make, is_part) in RIVALS.items():
+        if (_BATCH if is_part else _CONFIG.heads) % demo.ranks:
+            continue  # what is split by hand is split evenly
+        part = (mesh.get_local_rank(), demo.ranks) if is_part else (0, 1)
+        trained[name] = _train(
+            make(_model(demo.device), mesh), demo.steps, demo.device, part, mesh.get_group()
+        )
+    model = _model(demo.device)
+    example = tuple(tensor.to(demo.device) for tensor in batches(_CONFIG, _BATCH, 1)[0])
+    # Nominal prices: the demo shows the same plan everywhere, and measures nothing before its steps.
+    autoshard(
+        model,
+        mesh,
+        example,
+        backend=demo.backend,
+        profile=nominal_profile(demo.device),
+        tune="first",
+        refine="off",
+    )
+    trained["autoshard"] = _train(model, demo.steps, demo.device)
     if dist.get_rank() == 0:
-        plan = cast("Plan", model.autoshard_plan)
-        plan.draw(demo.drawing)
-        report |= {"plan": plan.to_text(), "summary": plan.explain()}
-    return report
+        plan, folder = cast("Plan", model.autoshard_plan), Path(demo.folder)
+        (folder / "trained.json").write_text(json.dumps({name: vars(one) for name, one in trained.items()}))
+        (folder / "plan.txt").write_text(str(plan))
+        (folder / "graph.txt").write_text(plan.to_text())
+        if demo.drawing:
+            plan.draw(demo.drawing)
 
 
 def _state_bytes(model: nn.Module) -> int:
@@ -201,23 +270,3 @@ def _state_bytes(model: nn.Module) -> int:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         total += 4 * local.numel() * local.element_size()
     return total
-
-
-def _print_report(alone: list[float], reports: list[dict[str, Any]], drawing: Path, tolerance: float) -> int:
-    first = reports[0]
-    print(first["plan"])
-    print(first["summary"])
-    print("step   one process   autoshard   relative difference")
-    worst = 0.0
-    for step, (one, many) in enumerate(zip(alone, first["losses"], strict=True)):
-        difference = abs(one - many) / abs(one)
-        worst = max(worst, difference)
-        print(f"{step:4}   {one:11.6f}   {many:9.6f}   {difference:.1e}")
-    print("\nparameters, gradients and AdamW state per rank")
-    for rank, report in enumerate(reports):
-        print(f"  rank {rank}: {format_bytes(report['bytes'])}")
-    print(
-        f"\nsetup {first['setup_seconds']:.1f} s, training {first['train_seconds']:.1f} s; plan drawn to {drawing}"
-    )
-    print("losses agree" if worst <= tolerance else f"losses DIFFER by {worst:.1e}")
-    return 0 if worst <= tolerance else 1

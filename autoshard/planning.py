@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from autoshard.arguments import (
 from autoshard.global_call import as_call, axes_of_batch, global_call, output_layouts
 from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
+from autoshard.plan.other_sizes import Capture, OtherSizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
@@ -165,7 +167,9 @@ def find_plan(
     given = global_call(args, kwargs, spec, in_placements, batch_axes=axes_of_batch(batch, spec, staged))
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, given.args, given.kwargs, device=torch.device(spec.device_type))
-    call = CallLayouts(given.layouts, output_layouts(captured, spec, out_placements))
+    ends = lambda captured: output_layouts(captured, spec, out_placements)
+    call = CallLayouts(given.layouts, ends(captured))
+    again = capture_as_now(partial(canonical_capture, device=torch.device(spec.device_type)), spec, autocast)
     task = Task(
         captured,
         loaded,
@@ -178,6 +182,7 @@ def find_plan(
         recompute=recompute,
         optimizer=updated_by,
         gap=ends_at,
+        sizes=OtherSizes.of(model, spec, given, captured, again, ends),
     )
     division = Division(pieces, staged, only)
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
@@ -194,6 +199,19 @@ def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextMan
     if dtype is None:
         return nullcontext()
     return autocast_on(mesh.device_type, dtype)
+
+
+def capture_as_now(capture: Capture, mesh: MeshSpec, autocast: torch.dtype | None = None) -> Capture:
+    """`capture`, with gradients and autocast as they are now."""
+    grad, device = torch.is_grad_enabled(), mesh.device_type
+    if autocast is None and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+
+    def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        with torch.set_grad_enabled(grad), autocast_as(mesh, autocast), random_state_kept():
+            return capture(model, args, kwargs)
+
+    return captured
 
 
 @collector_paused()

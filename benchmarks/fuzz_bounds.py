@@ -213,7 +213,9 @@ class _Case:
             (f"changed: {one}", one.assignment)
             for one in changes(task.joint, space, plan.planned.layouts, drawings // 2)
         ]
-        others += [("drawn", space.assignment(choice)) for choice in _drawn(space, self.generator, drawings)]
+        others += [
+            ("drawn", space.assignment(choice)) for choice in drawn_choices(space, self.generator, drawings)
+        ]
         nearest, how = plan.cost, "the plan"
         for name, assignment in others:
             with suppress(ValueError):  # with layouts that this space lacks
@@ -231,7 +233,7 @@ class _Case:
             self.examined.programs.append(one)
 
 
-def _drawn(space: SearchSpace, generator: random.Random, count: int) -> Iterator[tuple[int, ...]]:
+def drawn_choices(space: SearchSpace, generator: random.Random, count: int) -> Iterator[tuple[int, ...]]:
     """Choices that are possible, each node at random of what its neighbours before it leave."""
     edges: dict[int, list[tuple[int, Any]]] = {}
     for (i, j), costs in zip(space.problem.edges, space.problem.edge_costs, strict=True):

@@ -10,7 +10,7 @@ from msgspec import structs
 from torch import fx
 
 from autoshard.plan.infeasible import out_of_time, search_until
-from autoshard.plan.judged import Judged
+from autoshard.plan.judged import Judged, judged
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_content import Rehearsed, of_stages, pace_of
@@ -23,6 +23,7 @@ from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, plan_of, search_plan
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
@@ -34,6 +35,7 @@ from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
 from passes.states.compute_again import compute_again
 from passes.states.offers import known_ops
+from passes.strategies.prices import Prices
 
 
 def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:
@@ -147,28 +149,46 @@ def _where(node: fx.Node) -> str:
     return f" ({node.meta['module']})" if node.meta.get("module") else ""
 
 
-def carried_plan(task: Task, first: Plan) -> Plan:
+def carried_plan(task: Task, first: Plan, *, judge: bool = False) -> Plan:
     """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
 
-    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
-    simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
+    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result. judge: its step is put
+    on the timeline; without, `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = prices_as_in(first, task.prices)
-    joint = compute_again(task.joint, known_ops(task.joint, first.planned.again))
+    reserve = 0 if task.memory_limit is None else first.reserve
+    return plan_holding(task, first.planned.layouts, prices, first.planned.again, reserve, judge=judge)
+
+
+def plan_holding(
+    task: Task,
+    layouts: Assignment,
+    prices: Prices,
+    again: Sequence[str] = (),
+    reserve: int = 0,
+    *,
+    judge: bool = False,
+) -> Plan:
+    """With layouts of the nodes of a graph like this one; `carried_plan` says how. again: what is computed again."""
+    joint = compute_again(task.joint, known_ops(task.joint, again))
     try:
         found = find_assignment(
             joint,
             prices,
             task.boundary,
             memory_limit=task.memory_limit,
-            reserve=0 if task.memory_limit is None else first.reserve,
+            reserve=reserve,
             deadline=search_until(task.joint, Deadline.after(task.time_limit)),
-            narrowing=Narrowing(held=first.planned.layouts),
+            narrowing=Narrowing(held=layouts),
         )
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return plan_of(task, unproven, Judged(decide(joint, found.assignment, prices), prices, None), None)
+    if not judge:
+        return plan_of(task, unproven, Judged(decide(joint, found.assignment, prices), prices, None), None)
+    there = judged(joint, found.assignment, prices)
+    peak = {"peak_nbytes": there.peak.nbytes, "peak_node": there.peak.node}
+    return plan_of(task, replace(unproven, **peak), there, task.again())
 
 
 def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Plan:
@@ -195,7 +215,8 @@ def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Pl
         )
         for part, (figures, sent, returned) in zip(plan.parts, passed, strict=True)
     )
-    longer = replace(plan, parts=parts, rehearsed=step)
+    again = None if plan.again is None else plan.again.paced(pace)
+    longer = replace(plan, parts=parts, rehearsed=step, again=again)
     return replace(longer, **of_stages(**vars(longer)))
 
 

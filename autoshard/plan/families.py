@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from autoshard.plan.plan_content import PlanContent
 from cost_model.mesh import MeshSpec
@@ -145,13 +145,25 @@ class Variant:
 
     pins: parameter or pattern -> placements, besides the task's own pins. nodes: node name -> placements of the first
     result that it has. family: instead of pins, the task's own included. link: (level, factor) of a bandwidth of the
-    profile.
+    profile. sizes: of the call, by name.
     """
 
     pins: Mapping[str, Any] = field(default_factory=dict)
     nodes: Mapping[str, Any] = field(default_factory=dict)
     family: Family | None = None
     link: tuple[int, float] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Sizes(Protocol):
+    """A planning task's call at other sizes (`autoshard.plan.other_sizes`)."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]: ...
+
+    def task(self, task: Any, sizes: Mapping[str, int]) -> Any: ...
+
+    def plan(self, task: Any, plan: Any, sizes: Mapping[str, int]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,7 @@ class Again:
 
     profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
     prices, lowered as those have it. paced: the same, of a step that takes so many times as long as modelled.
+    carried: what a plan is at other sizes; None where the call has none, as that of a stage. shapes: of its tensors.
 
     It holds the model's graph, so it stays in its process: pickled it is None, as in a plan's file.
     """
@@ -168,6 +181,8 @@ class Again:
     search: Callable[[Variant], PlanContent]
     step_seconds: Callable[[PlanContent, Variant], float]
     paced: Callable[[float], Again]
+    carried: Callable[[PlanContent, Mapping[str, int]], PlanContent] | None
+    shapes: tuple[tuple[int, ...], ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Again:
         """Itself: nothing of it changes."""

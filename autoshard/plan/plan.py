@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,15 @@ import networkx as nx
 from msgspec import structs
 from torch.distributed.tensor import Placement
 
+from autoshard.plan.crossovers import crossover_lines
 from autoshard.plan.explain import explain_plan, plan_difference, plan_text
 from autoshard.plan.explain_part import explain_named
-from autoshard.plan.families import Again
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
-from autoshard.plan.plan_content import PlanContent, of_stages
+from autoshard.plan.plan_content import of_stages
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
+from autoshard.plan.plan_questions import PlanQuestions
 from autoshard.plan.plan_summary import plan_summary
-from autoshard.plan.why_not import Crossover, crossover_lines, why_not_family, why_not_pinned
-from autoshard.plan.why_not import crossovers as found_crossovers
 from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
 from cost_model.errors import PlanError
 from cost_model.memory import communicators
@@ -38,7 +37,7 @@ from passes.states.compute_again import compute_again
 
 
 @dataclass(frozen=True)
-class Plan(PlanContent):
+class Plan(PlanQuestions):
     """The fastest plan under its profile's prices.
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
@@ -64,8 +63,6 @@ class Plan(PlanContent):
     rehearsed:   of a plan whose step was rehearsed where it runs (docs/prices.md): what was modelled, and measured; all
                  seconds above are times the ratio. None: it was not.
     """
-
-    again: Again | None = field(default=None, compare=False, repr=False)
 
     @property
     def stages(self) -> tuple[Plan, ...]:
@@ -148,44 +145,6 @@ class Plan(PlanContent):
         from autoshard.drawing.draw import draw
 
         return draw(self.to_networkx(), path)
-
-    def crossovers(self) -> tuple[Crossover, ...]:
-        """At which bandwidth of each link level another plan would win, and which: the nearest below and above.
-
-        Searches again, over links of one level up to 16 times slower and faster: at most 4 searches a direction. Of a
-        loaded plan, and of one with stages, which are not planned again for a question: PlanError."""
-        return found_crossovers(self, self._again("crossovers()", "crossovers()"))
-
-    def why_not(self, parameter: str, placements: Any = None) -> str:
-        """The plan found again otherwise, and what it costs more.
-
-        parameter: a parameter, a pattern of them or any op's name in `to_text()`, pinned to `placements` (of an op its
-        first result). Without placements a family of plans: "DDP", "FSDP", "TP", ... (docs/patterns.md).
-
-        PlanError for an unknown name, with near ones, and as `crossovers`; InfeasibleError if
-        no plan has it so, ShardingError if the placements do not fit. A family without a plan is told why.
-        """
-        if not isinstance(parameter, str):
-            raise PlanError(
-                str(reject("parameter", parameter, "a parameter's or node's name, or a family's"))
-            )
-        again = self._again(f"why_not({parameter!r})", "why_not(...)")
-        if placements is None:
-            return why_not_family(self, again, parameter)
-        return why_not_pinned(self, again, parameter, placements)
-
-    def _again(self, question: str, of_a_stage: str) -> Again:
-        if self.axis:
-            raise PlanError(
-                f"{of_a_stage} is not there for plans with stages\n"
-                f"  try: plan.stages[0].{of_a_stage}, of one stage as it is cut"
-            )
-        if self.again is None:
-            raise PlanError(
-                f"{question} must search again, and this plan was loaded from a file or unpickled\n"
-                "  try: plan = find_plan(model, mesh, example_inputs), then ask that plan"
-            )
-        return self.again
 
     def diff(self, other: Plan) -> str:
         """Parameters and collectives in which two plans differ, with their prices; with stages schedule and cut as

@@ -156,4 +156,5 @@ def pipeline_plan(
         bound_of_cut=bound_of_cut,
         inputs=task.call.inputs,
         origin=PlanOrigin.of(task.profile, task.joint, task.optimizer, task.timed),
+        again=task.again(),
     )

@@ -162,6 +162,7 @@ def stage_task(
         call=_call(task.call, graph, earlier[-1].sent_layouts if earlier else ()),
         pins={**task.pins, **_held_before(graph.joint, earlier)},
         beside=beside if flight > 1 else None,
+        sizes=None,
     )
 
 

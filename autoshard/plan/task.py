@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from autoshard.plan.answer import BestSoFar
 from autoshard.plan.correcting import Chosen, Way
-from autoshard.plan.families import Again, Variant
+from autoshard.plan.families import Again, Sizes, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
 from autoshard.plan.judged import Judged, judged
@@ -75,7 +75,7 @@ class Task:
 
     links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
     besides what its own step holds, given what that is; None: nothing. pace: of a rehearsed step, times modelled. gap:
-    share of the step by which the plan may be above the bound when the search ends by itself. watch: of each search."""
+    share of the step above the bound at which the search ends. watch: of each search. sizes: others of the call."""
 
     captured: Captured
     profile: Profile
@@ -94,6 +94,7 @@ class Task:
     pace: float = 1.0
     gap: float = 0.01
     watch: Callable[[], Watch] | None = field(default=None, compare=False, repr=False)
+    sizes: Sizes | None = field(default=None, compare=False, repr=False)
 
     def within(self, seconds: float) -> Deadline:
         """From now on, with a watch."""
@@ -127,10 +128,13 @@ class Task:
         step_seconds = lambda plan, variant: self.varied(variant).step_seconds(plan)
         paced = lambda pace: replace(self, pace=pace).again()
         search = lambda variant: search_plan(replace(self.varied(variant), watch=None))
-        return Again(self.profile, search, step_seconds, paced)
+        sizes = (None, ()) if self.sizes is None else (partial(self.sizes.plan, self), self.sizes.shapes)
+        return Again(self.profile, search, step_seconds, paced, *sizes)
 
     def varied(self, variant: Variant) -> Task:
-        """Raises as `resolve_pins` and `variant_narrowing`."""
+        """Raises as `resolve_pins`, `variant_narrowing`, and `Sizes.task`."""
+        if variant.sizes and self.sizes is not None:
+            return self.sizes.task(self, variant.sizes)
         new = resolve_pins(variant.pins, parameter_shapes(self.captured), self.mesh)
         if variant.link is not None:
             profile, timed = over_link(self.profile, self.timed, self.links or self.mesh, *variant.link)
@@ -272,7 +276,6 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
     """The plan that was found. Its `step_time` is the objective's where it was not judged."""
     joint = compute_again(task.joint, judged.planned.again)
     mesh, prices = task.mesh, judged.prices
-    program = task.program_fields(joint, judged)
     recounted = counted_seconds(found.step.totals(judged.planned.nodes), found.overlaps)
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
@@ -293,5 +296,5 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         head_pieces=joint.head_pieces,
         most_gain=found.most_gain,
         again=again,
-        **program,
+        **task.program_fields(joint, judged),
     )

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.answer import Listener
 from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
+from autoshard.plan.families import Sizes
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import (
@@ -110,12 +111,13 @@ def shared_plans(mesh: DeviceMesh, find: Callable[[], tuple[Found, T]]) -> tuple
 
 @dataclass(frozen=True)
 class Planner:
-    """settings: with their profile. say: told of the best plan so far, in words."""
+    """settings: with their profile. say: told of the best plan so far, in words. sizes: others of the call."""
 
     mesh: DeviceMesh
     spec: MeshSpec
     settings: Settings
     say: Say = lambda words: None
+    sizes: Sizes | None = None
 
     def refined(self, captured: Captured, layouts: CallLayouts) -> Refined | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
@@ -230,7 +232,7 @@ class Planner:
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
         task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute, gap=s.gap)
-        task = replace(task, watch=lambda: Listener(lambda answer: self.say(answer.words)))
+        task = replace(task, watch=lambda: Listener(lambda answer: self.say(answer.words)), sizes=self.sizes)
         return task if s.optimizer is None else replace(task, optimizer=s.optimizer)
 
 

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
+from autoshard.plan.other_sizes import OtherSizes
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
-from autoshard.planning import canonical_capture
+from autoshard.planning import canonical_capture, capture_as_now
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
@@ -35,7 +36,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import MOST_FAILURES, AtSizes, SizedCall, SizedCalls
+from autoshard.runtime.sized_calls import MOST_FAILURES, AtSizes, SizedAt, SizedCalls
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones
@@ -52,6 +53,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.layout.layout import Layout
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -132,21 +134,21 @@ class Session:
         with self.stages("tracing the model", detail):
             capture = lambda: self._captured(whole(), answers)
             captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
-        layouts = CallLayouts(
-            whole().layouts, output_layouts(captured, self.spec, self.settings.out_placements)
-        )
+        layouts = CallLayouts(whole().layouts, self._ends(captured))
         fingerprint = fingerprint_of(self.settings, captured.joint, whole())
         agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
-        may_be_sized = sized is not None and sized.failures < MOST_FAILURES and self.plan is not None
+        may_be_sized = sized is not None and sized.call.failures < MOST_FAILURES and self.plan is not None
         if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
             assert sized is not None
             with self.stages("finding a plan", fingerprint):
                 plan = self.replanned(making)
             if (ready := self._sized.made(making, whole(), sized, plan)) is not None:
                 return self._ready_for(whole(), ready, key)
-        programs = started(self, self._planner, making, fingerprint)
+        capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
+        sizes = OtherSizes.of(self.model, self.spec, whole(), captured, capture_there, self._ends)
+        programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
         return self._executable(whole(), programs, key, Guards(self.model, captured.reads))
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
@@ -182,16 +184,20 @@ class Session:
 
     def _captured(
         self, whole: GlobalCall, answers: Sequence[torch.Tensor]
-    ) -> tuple[Captured, SizedCall | None]:
-        dispatcher = dispatcher_of(self.model)
-        forward = self.model.forward if dispatcher is None else dispatcher.original
-        device = local_device(self.mesh)
-        capture = partial(
-            canonical_capture, self.model, whole.args, whole.kwargs, device=device, forward=forward
-        )
+    ) -> tuple[Captured, SizedAt | None]:
+        capture = partial(canonical_capture, self.model, whole.args, whole.kwargs, **self._captured_as)
         if answers:
             return capture(answers=answers), None
         return self._sized.captured(self.model, whole, capture)
+
+    @property
+    def _captured_as(self) -> dict[str, Any]:
+        dispatcher = dispatcher_of(self.model)
+        forward = self.model.forward if dispatcher is None else dispatcher.original
+        return {"device": local_device(self.mesh), "forward": forward}
+
+    def _ends(self, captured: Captured) -> dict[int, Layout | None]:
+        return output_layouts(captured, self.spec, self.settings.out_placements)
 
     def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None

@@ -95,10 +95,20 @@ class SizedCall:
             return None
         return next(((one, values) for one in self.programs if one.at(values) is not None), None)
 
-    def at(self, shapes: Shapes) -> Captured | None:
+    def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
         values = self.names.values(shapes)
         joint = None if values is None else self.joint.at(values)
-        return None if joint is None else replace(self.captured, joint=joint)
+        if values is None or joint is None:
+            return None
+        return replace(self.captured, joint=joint), SizedAt(self, values)
+
+
+@dataclass(frozen=True)
+class SizedAt:
+    """A call captured with symbols, and sizes for which it is."""
+
+    call: SizedCall
+    values: tuple[int, ...]
 
 
 class AtSizes(MadeAhead):
@@ -175,32 +185,31 @@ class SizedCalls:
                 sized.programs.clear()
         self._programs = 0
 
-    def made(self, call: Call, whole: GlobalCall, sized: SizedCall, plan: Plan) -> AtSizes | None:
+    def made(self, call: Call, whole: GlobalCall, sized: SizedAt, plan: Plan) -> AtSizes | None:
         """What runs a call by a program of its plan in symbols, if there can be one. All ranks come here together."""
-        values = sized.names.values(_kind_of(call.home.model, whole)[1])
-        assert values is not None
         program = None
         if counts_no_rows(plan):
-            program = sized_program(call, self._programs, sized.joint, values, plan)
+            program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
         if program is None:
-            sized.failures += 1
+            sized.call.failures += 1
             return None
-        sized.programs.append(program)
+        sized.call.programs.append(program)
         self._programs += 1
-        return AtSizes(call.home, whole, sized, program, values)
+        return AtSizes(call.home, whole, sized.call, program, sized.values)
 
     def ready(self, home: Home, whole: GlobalCall | None) -> AtSizes | None:
         """What runs a call by a program there is, if all ranks have that one."""
-        found = None if whole is None else self._ready(home.model, whole)
+        found = None if whole is None else self.known(home.model, whole)
         name = None if found is None else (found[1].number, found[2])
         agreed = everyones(home.mesh, name, what="a program for other sizes")
         if whole is None or found is None or any(one != name for one in agreed):
             return None
         return AtSizes(home, whole, *found)
 
-    def _ready(
+    def known(
         self, model: nn.Module, whole: GlobalCall
     ) -> tuple[SizedCall, SizedProgram, tuple[int, ...]] | None:
+        """Of a call: its graph, the program for it, and its sizes; None where there is none."""
         kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
             if (found := sized.ready(shapes)) is not None:
@@ -209,7 +218,7 @@ class SizedCalls:
 
     def captured(
         self, model: nn.Module, whole: GlobalCall, capture: CaptureAs
-    ) -> tuple[Captured, SizedCall | None]:
+    ) -> tuple[Captured, SizedAt | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
         others by what that says of their sizes."""
         kind, shapes = _kind_of(model, whole)
@@ -217,11 +226,11 @@ class SizedCalls:
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
-                return found, one
+                return found
         if known.first is not None and known.attempts and known.first[1] != shapes:
             known.attempts -= 1
             if (found := self._with_symbols(model, known.first, shapes, capture)) is not None:
-                known.sized.append(found[1])
+                known.sized.append(found[1].call)
                 return found
             if known.attempts and not known.sized:
                 known.attempts -= 1
@@ -236,7 +245,7 @@ class SizedCalls:
         first: tuple[Captured, Shapes],
         shapes: Shapes,
         capture: CaptureAs,
-    ) -> tuple[Captured, SizedCall] | None:
+    ) -> tuple[Captured, SizedAt] | None:
         """Only where it says of a call that was captured what that capture said."""
         before, before_shapes = first
         names = SizeNames.of(before_shapes, shapes)
@@ -255,6 +264,6 @@ class SizedCalls:
             return None
         if there is None:
             before, there = capture(), found
-        if found is None or there is None or not alike(before.joint, there.joint):
+        if found is None or there is None or not alike(before.joint, there[0].joint):
             return None
-        return found, sized
+        return found

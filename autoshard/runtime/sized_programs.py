@@ -85,7 +85,9 @@ class SizedCode:
 
     codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank."""
 
-    def __init__(self, program: RankProgram, ends: CallEnds, symbols: SizeSymbols, backend: str) -> None:
+    def __init__(
+        self, program: RankProgram, ends: CallEnds, symbols: SizeSymbols, backend: str = "eager"
+    ) -> None:
         self.program, self.phases = program, program.phases
         self.symbols, self.backend = symbols, backend
         numbers, whole = Numbers(symbols), self.phases.backward
@@ -260,10 +262,10 @@ def sized_program(
 
     def made() -> SizedCode:
         symbols = SizeSymbols(values)
-        in_symbols = joint.at(symbols.sizes, symbols)
+        in_symbols = joint.at(values, symbols)
         assert in_symbols is not None
         (program,) = lowered_whole(home, in_symbols, plan)
-        return SizedCode(program, ends_of(home.mesh, in_symbols, call.layouts, plan), symbols, "eager")
+        return SizedCode(program, ends_of(home.mesh, in_symbols, call.layouts, plan), symbols)
 
     eager = _agreed(home, made, "lowering a plan")
     return None if eager is None else SizedProgram(number, plan, eager)

@@ -51,9 +51,11 @@ def step_errors(
     values: Sequence[Tensor],
     wanted: Sequence[Tensor | None],
     least: Sequence[float],
+    programs: Sequence[RankProgram] | None = None,
 ) -> dict[str, float]:
     """Relative error by result. joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole.
-    wanted: its results. least: per result, the least scale that an error is relative to.
+    wanted: its results. least: per result, the least scale that an error is relative to. programs: of every rank, of a
+    whole batch and one stage; None: those of the plan.
 
     All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
     """
@@ -61,7 +63,8 @@ def step_errors(
     known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
     graphs = stage_graphs(joint, plan.cut) if plan.axis else (StageGraph.only(joint),)
     stages = list(zip(graphs, plan.stages, strict=True))
-    found = simulate_stages([_in_lockstep(graph, stage, known, mesh) for graph, stage in stages], mesh)
+    given = None if programs is None else [programs]
+    found = simulate_stages([_in_lockstep(graph, stage, known, mesh, given) for graph, stage in stages], mesh)
     layouts = [_layouts(graph, stage) for graph, stage in stages]
     results: list[Held | None] = []
     for spec in joint.outputs:
@@ -76,12 +79,19 @@ def step_errors(
     return result_errors(joint, results, wanted, least, mesh)
 
 
-def _in_lockstep(graph: StageGraph, stage: Plan, values: Mapping[Leaf, Tensor], mesh: MeshSpec) -> StageRun:
+def _in_lockstep(
+    graph: StageGraph,
+    stage: Plan,
+    values: Mapping[Leaf, Tensor],
+    mesh: MeshSpec,
+    programs: Sequence[Sequence[RankProgram]] | None,
+) -> StageRun:
     ends, joint = StageEnds.of(graph), graph.joint
     given = {name: values[leaf] for leaf, name in ends.leaves.items()}
     given |= {name: values["tangent", f"tangent {index}"] for index, name in ends.tangents.items()}
     pieces = [
-        [pieces_of(program, joint.pieces) for program in ranks] for ranks in rank_programs(joint, stage)
+        [pieces_of(program, joint.pieces) for program in ranks]
+        for ranks in programs or rank_programs(joint, stage)
     ]
     return StageRun(graph, pieces, held_values(given, stage, mesh), mesh)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,14 @@ from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES
-from passes.ir.joint import JointGraph, ancestors, computed, tensor_operands
-from passes.ir.op_traits import draws, is_pointwise, is_use, numel, when_read
+from passes.ir.joint import JointGraph, ancestors, computed, node_value, tensor_operands
+from passes.ir.op_traits import draws, is_pointwise, is_use, when_read
 from passes.ir.properties import Property, described
+from passes.ir.rewrite import shape_of
+from passes.ir.torch_sizes import SizesLost, counts_as, sizes_in, with_sizes
 from passes.rules.core.rule_registry import rule_for
+
+aten = torch.ops.aten
 
 _MASKS = {
     torch.ops.autoshard.attention.default: 3,
@@ -67,20 +72,65 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_causal(graph: fx.Graph, mask: fx.Node) -> bool:
-    """Whether `mask` is computed from constants, and lets query i see keys 0 to i."""
-    queries, keys = mask.meta["val"].shape[-2:]
+    """Whether `mask` is computed from constants, and lets query i see keys 0 to i.
+
+    With sizes in symbols this is asked at smaller or larger ones: where a mask is a part of that of larger sizes, the
+    causal one is so at all smaller sizes too, and another one at no larger sizes. How far that was seen is noted.
+    """
     made = ancestors([mask])
-    if min(queries, keys) < 2 or not all(map(_is_constant, made)):
+    if min(mask.meta["val"].shape[-2:]) < 2 or not all(map(_is_constant, made)):
         return False
     ordered = [node for node in graph.nodes if node in made]
-    large = [node for node in ordered if _is_large(node)]
+    sizes = sizes_in([(node.args, tuple(node_value(node).shape)) for node in ordered])
+    if not sizes:
+        return _hides_later(ordered, mask, ())
+    if not all(map(_is_part_of_larger, ordered)):
+        raise SizesLost("whether a mask is the causal one depends on sizes")
+    long = sizes_in([node.args for node in ordered if node.target is aten.arange.start_step])
+
+    def hides(scaled: Callable[[int], int]) -> bool:
+        values = [(size, scaled(counts_as(size)) if size in long else 2) for size in sizes]
+        return _hides_later(ordered, mask, values)
+
+    steps: list[Callable[[int], int]]
+    if hides(int):
+        steps = [lambda n: max(2 * n, 1024), lambda n: max(n, 128), lambda n: max(n, 16)]
+        most = next(filter(hides, steps), int)
+        return all(size <= most(counts_as(size)) for size in long)
+    steps = [lambda n: 2, lambda n: min(n, 16), lambda n: min(n, 128), lambda n: min(n, 1024)]
+    least = next((step for step in steps if not hides(step)), int)
+    return not all(size >= least(counts_as(size)) for size in long)
+
+
+def _is_part_of_larger(node: fx.Node) -> bool:
+    """Whether elements of the node's value are those at the same places of what it is at larger sizes."""
+    if node.target is aten.arange.start_step:
+        start, end, step = node.args
+        ends = sizes_in([end])
+        return not sizes_in([start, step, *(end - size for size in ends)]) and len(ends) < 2
+    if node.target is aten.reshape.default:
+        before, after = ([n for n in shape if n != 1] for shape in (shape_of(node.args[0]), shape_of(node)))
+        return before == after
+    if node.target in (aten.permute.default, aten.expand.default):
+        return True
+    creates = node.target is aten.full.default
+    return (creates or is_pointwise(node) or is_use(node)) and not sizes_in(
+        [node.args[creates:], node.kwargs]
+    )
+
+
+def _hides_later(ordered: Sequence[fx.Node], mask: fx.Node, sizes: Sequence[tuple[Any, int]]) -> bool:
+    """Whether query i sees keys 0 to i. ordered: what `mask` is computed by."""
+    shapes = {node: with_sizes(tuple(node_value(node).shape), sizes) for node in ordered}
+    queries, keys = shapes[mask][-2:]
+    large = [node for node in ordered if math.prod(shapes[node]) > _LARGEST]
     if not all(is_pointwise(node) or is_use(node) for node in large):
         return False
     with torch.no_grad():
-        small = computed([node for node in ordered if not _is_large(node)], {})
+        small = computed([node for node in ordered if node not in large], {}, sizes)
         if not large:
             return _hides_later_keys(small[mask], 0)
-        read = {operand for node in large for operand in node.all_input_nodes if not _is_large(operand)}
+        read = {operand for node in large for operand in node.all_input_nodes if operand not in large}
         alike = {node: _of_one_sample(small[node]) for node in read}
         if any(value is None for value in alike.values()):
             return False
@@ -93,10 +143,6 @@ def _is_causal(graph: fx.Graph, mask: fx.Node) -> bool:
 
 def _is_constant(node: fx.Node) -> bool:
     return node.op == "call_function" and not draws(node)
-
-
-def _is_large(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor) and numel(node) > _LARGEST
 
 
 def _of_one_sample(value: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph
-from passes.ir.op_schema import named_arguments
+from passes.ir.op_schema import named_arguments, slice_ends
 from passes.ir.properties import Property, described, of_ops
 from passes.ir.rewrite import int_at, ints_at, replace, shape_of, tensor_at
 
@@ -91,8 +91,8 @@ def _expand(node: fx.Node) -> Call:
 def _slice(node: fx.Node) -> Call:
     x, dim, start, end, step = _named(node).values()
     dim %= _ndim(node)
-    low, high, _ = slice(start, end, step).indices(shape_of(x)[dim])
-    return aten.slice.Tensor, (x, dim, low, max(low, high), step), {}
+    low, high = slice_ends(start, end, shape_of(x)[dim])
+    return aten.slice.Tensor, (x, dim, low, high, step), {}
 
 
 def _select(node: fx.Node) -> Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.kept_random_state import random_state_kept
 from passes.ir.sized_graph import with_fixed_sizes
 from passes.ir.torch_compat import fake_like, lazy_module
-from passes.ir.torch_sizes import SYMBOLIC, SymbolicShapes, symbols_unwarned
+from passes.ir.torch_sizes import SYMBOLIC, SymbolicShapes, results_sized, symbols_unwarned
 from passes.ir.torch_tracing import AotEnd
 
 aten = torch.ops.aten
@@ -268,7 +269,8 @@ def capture(
     runs_on = CPU if device is None else torch.device(device)
     program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type, sizes)
     try:
-        traced = trace(program, answers)
+        with nullcontext() if sizes is None else results_sized():
+            traced = trace(program, answers)
     except Exception as cause:
         if isinstance(cause, AutoshardError) and not isinstance(cause, UnsupportedOpError):
             raise

@@ -14,7 +14,7 @@ trace cannot see. The same with the count left a tensor: running = running * (1 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute
+from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
 from passes.ir.torch_tracing import onednn_off
 
 _RESIZING = """
@@ -44,7 +44,7 @@ def shortcuts_off() -> Generator[None]:
     """Inside, no fused inference ops (nn.MultiheadAttention), which have no gradient; no ops of one library (oneDNN's
     and cuDNN's recurrent layers, cuDNN's batch norm), which have no rule; resizing is one op forward and one backward,
     which a rule splits in space: by itself torch traces the places and weights of all neighbours, and gathers from a
-    whole plane, whatever table of decompositions it is given. `py_kernels` since torch 2.0."""
+    whole plane, whatever table of decompositions it is given. Its kernels in C++ take no sizes in symbols."""
     has_fast_paths = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         if has_fast_paths:  # else the user turned them off
@@ -57,21 +57,18 @@ def shortcuts_off() -> Generator[None]:
         for name in _RESIZING.split():
             packet: Any = getattr(torch.ops.aten, name, None)
             for overload in () if packet is None else packet.overloads():
-                op = getattr(packet, overload)
-                kernels = {key: kernel for key, kernel in op.py_kernels.items() if key.name in _KEYS}
-                stack.callback(_replace, op, {}, kernels)
-                _replace(op, kernels, {})
+                ours = partial(_resize, packet.default) if overload == "vec" else None
+                stack.enter_context(replaced_kernels(getattr(packet, overload), dict.fromkeys(_KEYS, ours)))
         yield
 
 
-def _replace(op: Any, old: dict[Any, Callable[..., Any]], new: dict[Any, Callable[..., Any]]) -> None:
-    """Kernels of `op`. Only registering one makes torch forget which it chose last."""
-    for key, kernel in old.items():
-        del op.py_kernels[key]
-        op.py_impl(key)(kernel)
-        del op.py_kernels[key]
-    for key, kernel in new.items():
-        op.py_impl(key)(kernel)
+def _resize(op: Any, x: Tensor, sizes: Sequence[int] | None, *given: Any) -> Tensor:
+    """`op` to sizes, or by factors, the last of `given`."""
+    factors = [None] * (x.ndim - 2) if given[-1] is None else given[-1]
+    if sizes is None:
+        scaled = lambda n, by: n * int(by) if by == int(by) else torch.sym_int(n * by)
+        sizes = list(map(scaled, x.shape[2:], factors))
+    return op(x, sizes, *given[:-1], *factors)
 
 
 def _encoder(original: Forward) -> Forward:

@@ -153,7 +153,7 @@ def _trace(reference: Callable[..., Any], node: fx.Node, values: list[torch.Tens
 
 def _started(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`fake` at the start in its storage that `value` has: a kernel may want aligned addresses."""
-    start = int(value.storage_offset())
+    start = value.storage_offset()
     if start == 0 or value.numel() == 0:
         return fake
     span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1

@@ -12,6 +12,7 @@ from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_dispatch import input_nodes
+from passes.ir.torch_sizes import with_sizes
 
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
@@ -207,12 +208,15 @@ def first_value(node: fx.Node) -> torch.Tensor:
     return next(v for v in node_values(node) if v is not None)
 
 
-def computed(nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The values of `nodes`, which are in order, and `values`, which they are computed from."""
+def computed(
+    nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any], sizes: Sequence[tuple[Any, int]] = ()
+) -> dict[fx.Node, Any]:
+    """The values of `nodes`, which are in order, and `values`, which they are computed from. sizes: what those in
+    symbols are."""
     results = dict(values)
     for node in nodes:
         if node not in results:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
+            args, kwargs = fx.map_arg(with_sizes((node.args, node.kwargs), sizes), results.__getitem__)
             results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return results
 

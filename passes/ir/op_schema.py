@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,16 @@ def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """The arguments of a call by their names in the op's schema; defaults where they are not given."""
     given = zip((argument.name for argument in schema_arguments(op)), args, strict=False)
     return {**{a.name: a.default for a in schema_arguments(op)}, **kwargs, **dict(given)}
+
+
+def slice_ends(start: int | None, end: int | None, size: int) -> tuple[int, int]:
+    """Where `x[start:end]` begins and ends in a dim of `size`, which may be a symbol as they may."""
+
+    def within(at: int) -> int:
+        return min(at, size) if at >= 0 else max(at + size, 0)
+
+    low = 0 if start is None else within(start)
+    return low, size if end is None or end == sys.maxsize else max(within(end), low)
 
 
 def written_arguments(key: str) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ def filled(argument: Any, numbers: Sequence[Any]) -> Any:
 
 
 class Looks:
-    """Fakes of one mode, one for each look."""
+    """Fakes of one mode, one for each look. symbols: in which the numbers may be."""
 
     def __init__(
         self, looks: Iterable[Any], numbers: Sequence[Any], symbols: SizeSymbols | None = None
@@ -206,11 +206,13 @@ class SizedJoint:
         self._evaluate = numbers.evaluation(count)
 
     def at(self, sizes: Sequence[int], symbols: SizeSymbols | None = None) -> JointGraph | None:
-        """None for sizes of which something does not hold that the graph was made under. symbols: that they are."""
-        numbers = self._evaluate(sizes)
+        """None for sizes of which something does not hold that the graph was made under. symbols: of these sizes, in
+        which the graph then is."""
+        numbers = self._evaluate(sizes if symbols is None else symbols.sizes)
         if numbers is None:
             return None
-        module = self._module.at(numbers, Looks(self._module.looks, numbers, symbols), "JointGraph")
+        looks = Looks(self._module.looks, numbers, symbols)
+        module = self._module.at(numbers, looks, "JointGraph")
         return JointGraph(
             module, self.joint.inputs, self.joint.outputs, self.joint.constants, self.joint.device
         )

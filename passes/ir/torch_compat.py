@@ -85,7 +85,9 @@ def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     sizes = (size for v in values for size in v.shape if isinstance(size, torch.SymInt))
     symbolic = next(sizes, None)
-    with FakeTensorMode(shape_env=ShapeEnv() if symbolic is None else symbolic.node.shape_env):
+    mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic is None else symbolic.node.shape_env)
+    mode.cache_enabled = symbolic is None  # as in `fake_tensors`
+    with mode:
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 

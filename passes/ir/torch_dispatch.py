@@ -185,6 +185,28 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
         setattr(owner, name, old)
 
 
+@contextmanager
+def replaced_kernels(op: Any, kernels: Mapping[str, Callable[..., Any] | None]) -> Generator[None]:
+    """Inside, `op` has these kernels in Python, by the names of their keys; None: none. Only registering one makes
+    torch forget which it chose last. `py_kernels` since torch 2.0."""
+    wanted = {getattr(torch._C.DispatchKey, name): kernel for name, kernel in kernels.items()}
+    before = {key: op.py_kernels.get(key) for key in wanted}
+    changed = [key for key in wanted if before[key] is not wanted[key]]
+
+    def put(found: Mapping[Any, Callable[..., Any] | None]) -> None:
+        for key in changed:
+            op.py_kernels.pop(key, None)
+            op.py_impl(key)(found[key])
+            if found[key] is None:
+                del op.py_kernels[key]
+
+    put(wanted)
+    try:
+        yield
+    finally:
+        put(before)
+
+
 def fake_devices_answered(
     asked: Callable[[], bool], answer: Callable[[torch.Tensor], torch.device]
 ) -> AbstractContextManager[None]:

@@ -4,18 +4,24 @@ while a graph was made. Private torch APIs are used as in `passes.ir.torch_compa
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute
+from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_NUMBERS = itertools.count()
+"""A symbol has a name of its own, so that what is remembered of one graph's sizes is never another's."""
+
 
 Evaluation = Callable[[Sequence[int]], list[Any] | None]
 """Of values of the sizes: what some numbers are, or None where something does not hold."""
@@ -39,7 +45,9 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
-        names = [ConstantSource(f"size_{place}") for place in range(len(hints))]
+        # torch's are a hundred, and a symbol named as one of another graph is that one to whatever remembers either.
+        self.env._generate_unique_id = lambda source_name: next(_NUMBERS)
+        names = [ConstantSource(f"size_{place}") for place, _ in enumerate(hints)]
         make = self.env.create_symbol
         self._symbols = [
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
@@ -81,7 +89,8 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     names = ", ".join(f"s{place}" for place in range(count))
-    code = f"lambda {names}: [{', '.join(numbers)}] if {' and '.join([*holds, 'True'])} else None"
+    every = " and ".join(f"({one})" for one in (*holds, "True"))  # one may be "a or b"
+    code = f"lambda {names}: [{', '.join(numbers)}] if {every} else None"
     evaluated = eval(code, dict(SYMPY_INTERP))
     return lambda sizes: evaluated(*sizes)
 
@@ -102,8 +111,26 @@ def counts_as(number: Any) -> Any:
     return number.node.hint if isinstance(number, SYMBOLIC) else number
 
 
-def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None) -> list[torch.Tensor]:
-    """Fakes of one new mode, for sizes in `symbols`. Since 2.0."""
+def sizes_in(arguments: Any) -> list[Any]:
+    """The sizes that the symbolic numbers among arguments are computed from. Since 2.0."""
+    found: dict[Any, Any] = {}
+    for number in pytree.tree_leaves(arguments):
+        if isinstance(number, SYMBOLIC):
+            env = number.node.shape_env
+            for symbol in sorted(number.node.expr.free_symbols, key=str):
+                found.setdefault(symbol, env.create_symintnode(symbol, hint=None))
+    return list(found.values())
+
+
+def with_sizes(arguments: Any, sizes: Sequence[tuple[Any, int]]) -> Any:
+    """Arguments where every size in them, of `sizes_in`, is a number. Since 2.0."""
+    values = {size.node.expr: value for size, value in sizes}
+    plain = lambda n: int(n.node.expr.subs(values)) if isinstance(n, SYMBOLIC) else n
+    return pytree.tree_map(plain, arguments)
+
+
+def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[torch.Tensor]:
+    """Fakes of one new mode. symbols: that their shapes may have. Since 2.0."""
     from torch._subclasses import FakeTensorMode
 
     def made(look: Look) -> torch.Tensor:
@@ -116,6 +143,7 @@ def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None) -> list[torch.T
         return fake.requires_grad_(grad)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None if symbols is None else symbols.env)
+    mode.cache_enabled = symbols is None  # as in `fake_tensors`
     with mode, torch.no_grad(), torch.inference_mode(False):
         return [made(look) for look in looks]
 
@@ -128,11 +156,26 @@ def symbols_unwarned() -> Generator[None]:
         yield
 
 
-def uncached_fakes() -> AbstractContextManager[Any]:
-    """A fake of symbolic sizes is made in less time than it is found in the cache of its mode (2.13). Since 2.2."""
-    import torch._dynamo.config as config
+_SIZED_LIKE = {
+    "softshrink_backward hardshrink_backward": lambda grad, *_: torch.empty_like(grad),
+    """
+    upsample_nearest1d_backward upsample_nearest3d_backward _upsample_nearest_exact1d_backward
+    _upsample_nearest_exact3d_backward upsample_linear1d_backward upsample_bilinear2d_backward
+    upsample_trilinear3d_backward upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward
+    """: lambda grad, _, shape, *__: grad.new_empty(shape),
+}
+"""What looks like the results of ops of which torch says it in C++ alone, for plain sizes: all that have rules."""
 
-    return config.patch(fake_tensor_cache_enabled=False)
+
+@contextmanager
+def results_sized() -> Generator[None]:
+    """Inside, every op says of sizes in symbols what its results look like."""
+    with ExitStack() as stack:
+        for names, made in _SIZED_LIKE.items():
+            for name in names.split():
+                op = getattr(torch.ops.aten, name).default
+                stack.enter_context(replaced_kernels(op, {"Meta": made}))
+        yield
 
 
 @contextmanager
@@ -144,13 +187,12 @@ def symbolic_sizes() -> Generator[None]:
     Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    # What is remembered of one graph's sizes is never another's, whose symbols may have the same names.
-    hashed = lambda number: hash(("a size", id(number.node.shape_env), number.node.expr))
+    hashed = lambda number: hash(("a size", number.node.expr))  # a plain number's is never its
     with (
         replaced_attribute(torch.SymInt, "__hash__", hashed),
         replaced_attribute(torch.SymFloat, "__hash__", hashed),
         symbols_unwarned(),
-        uncached_fakes(),
+        results_sized(),
         enable_python_dispatcher(),
     ):
         yield

@@ -1,5 +1,4 @@
-"""Private torch APIs that tracing a model needs: one small function each, saying what it is for. Supported: see
-`passes/ir/torch_compat.py`, which has others."""
+"""Private torch APIs that tracing a model needs, and what for; others and versions: `passes/ir/torch_compat.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 
 from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_compat import fake_mode_of
-from passes.ir.torch_sizes import SizeSymbols, uncached_fakes
+from passes.ir.torch_sizes import SizeSymbols
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,9 @@ def fake_tensors(
             seen(func, args, kwargs or {}, result)
             return result
 
-    make = FakeTensorMode if seen is None else Watched
-    with nullcontext() if symbols is None else uncached_fakes():
-        mode = make(allow_non_fake_inputs=True, shape_env=symbols and symbols.env)
+    env = None if symbols is None else symbols.env
+    mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
+    mode.cache_enabled = env is None  # with symbols, to look for a result takes longer than to make it
     with mode, torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)

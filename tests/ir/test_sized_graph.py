@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes
+from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, evaluation
 
 WIDTH, WORDS = 8, 16
 Sizes = tuple[int, int]
@@ -160,3 +160,15 @@ def test_other_graphs_are_not_alike() -> None:
     model = Branch()
     one, two = (canonical_capture(model, (rows(size),), {}).joint for size in ((3, 5), (3, 6)))
     assert alike(one, one) and not alike(one, two)
+
+
+def test_what_holds_is_a_list_of_conditions() -> None:
+    """One that is itself "a or b" says nothing of those before and behind it."""
+    double = evaluation(1, ["s0 >= 2", "s0 == 3 or s0 == 4", "s0 != 4"], ["2*s0"])
+    assert [double([size]) for size in (1, 3, 4, 5)] == [None, [6], None, None]
+
+
+def test_no_symbol_is_that_of_another_graph() -> None:
+    """Caches take two that have one name for the same."""
+    names = [str(size) for _ in range(80) for size in SizeSymbols([4, 6]).sizes]
+    assert len(set(names)) == len(names)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autoshard.runtime.session as sessions
 from autoshard.runtime.session import Session
+from benchmarks import soak
 from tests.api.programs import full, parallel
 from tests.ranks import RankPool
 
@@ -98,8 +99,13 @@ def parallel_steps(
     finally:
         sessions.canonical_capture = capture
     session = Session.of(model)
-    assert session is not None
-    return found, captures, session._sized._programs
+    assert session is not None and session.plan is not None
+    said = found, captures, session._sized._programs
+    if rank == 0:  # which searched
+        rows, tokens = sizes[0]
+        assert session.plan.step_time_at(batch=rows) == session.plan.step_time
+        assert session.plan.memory_at(sequence=4 * tokens) > session.plan.peak_memory
+    return said
 
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
@@ -136,3 +142,12 @@ def test_losses_and_gradients_at_every_size(
             for one, other in zip(got, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"at {size}")
         assert captured <= captures and 0 < made_programs <= programs, (captured, made_programs)
+
+
+@pytest.mark.slow
+def test_a_soak_of_changing_sizes_keeps_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--steps", "60", "--ranks", "2", "--plans", "sizes", "--every", "10"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    threads = row[6].split(" to ")
+    assert row[:2] == ["sizes", "60"] and threads[0] == threads[1], row
+    assert float(row[5]) < 4, row

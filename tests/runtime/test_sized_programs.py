@@ -56,8 +56,8 @@ def test_a_program_in_symbols_is_what_lowering_gives(
     for rank in range(MESH.device_count):
         with symbolic_sizes():
             symbols = SizeSymbols(hint)
-            program = lowered(joint.at(symbols.sizes, symbols), rank)
-            code = SizedCode(program, CallEnds((), ()), symbols, "eager")
+            program = lowered(joint.at(hint, symbols), rank)
+            code = SizedCode(program, CallEnds((), ()), symbols)
         evaluate = evaluation(2, code.holds, code.codes)
         assert evaluate(hint) is not None
         known = [size for size in SIZES if evaluate(size) is not None]

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import node_value, tensor_operands
+from passes.ir.op_schema import slice_ends
 from passes.layout.windows import MirroredWindow, PeriodicWindow, SlidingWindow, TransposedWindow, Window
 from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets, whole_rule
 from passes.rules.core.emit_op import again, argument, constant
@@ -54,7 +55,7 @@ def slice_(call: OpCall) -> OpRule:
     step = int(call["step"] or 1)
     if source == call.result.shape:
         return _shared(call, {}, linear, lambda ctx: again(ctx, start=0, end=sys.maxsize))
-    first, _, _ = slice(call["start"], call["end"], step).indices(source[dim])
+    first, _ = slice_ends(call["start"], call["end"], source[dim])
     window = SlidingWindow(source[dim], 1, step, before=-first)
     return _shared(call, {(0, dim): window}, linear, lambda ctx: _slice(ctx, dim, step))
 
@@ -69,7 +70,7 @@ def slice_backward(call: OpCall) -> OpRule:
     """a window(b) -> a b: zeros around the slice, and between its steps."""
     shape = call.result.shape
     dim, step = call["dim"] % len(shape), int(call["step"])
-    first, _, _ = slice(call["start"], call["end"], step).indices(shape[dim])
+    first, _ = slice_ends(call["start"], call["end"], shape[dim])
     window = TransposedWindow(call.operands[0].shape[dim], 1, step, before=-first)
     linear = linear_sets(call, "grad_output")
     return _shared(call, {(0, dim): window}, linear, lambda ctx: _slice_backward(ctx, dim, window))

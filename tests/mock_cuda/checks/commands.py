@@ -18,7 +18,21 @@ CACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": ""}
 
 
 def _demo(folder: Path) -> None:
-    run([sys.executable, "-m", "autoshard", "demo", "--steps", "2", "--backend", "eager"], folder=folder)
+    run(
+        [
+            sys.executable,
+            "-m",
+            "autoshard",
+            "demo",
+            "--steps",
+            "2",
+            "--backend",
+            "eager",
+            "--output",
+            "autoshard-demo.svg",
+        ],
+        folder=folder,
+    )
     assert (folder / "autoshard-demo.svg").exists()
 
 

@@ -1,0 +1,115 @@
+"""The call of a plan at other sizes: its graph, its planning task, and what the plan's layouts are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.global_call import GlobalCall
+from autoshard.plan.derived_plans import carried_plan, carried_stages
+from autoshard.plan.micro_batches import cut_call, most_pieces
+from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan_ends import CallLayouts
+from autoshard.plan.task import Task
+from cost_model.errors import PlanError
+from cost_model.mesh import MeshSpec
+from passes.capture import Captured
+from passes.capture.call import CallKey, flatten_call
+from passes.capture.trees import unflatten
+from passes.ir.size_names import resized_shapes
+from passes.layout.layout import Layout
+from passes.plan.describe import graph_hash
+
+Capture = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured]
+"""Captures a call of the model, canonical, as the first was captured: with gradients, autocast and device as then."""
+Shapes = tuple[tuple[int, ...], ...]
+
+_KEPT = 16
+"""Graphs of other sizes that are kept, for the next question."""
+
+
+@dataclass(frozen=True)
+class OtherSizes:
+    """key: of the global call, whose tensors are not kept; layouts: of those of which ranks hold shards. first: its
+    graph. ends: layouts of the outputs of a call that was captured."""
+
+    model: nn.Module
+    mesh: MeshSpec
+    key: CallKey
+    layouts: Mapping[int, Layout]
+    first: Captured
+    capture: Capture
+    ends: Callable[[Captured], dict[int, Layout | None]]
+    known: dict[Shapes, Captured] = field(default_factory=dict[Shapes, Captured])
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        mesh: MeshSpec,
+        given: GlobalCall,
+        first: Captured,
+        capture: Capture,
+        ends: Callable[[Captured], dict[int, Layout | None]],
+    ) -> OtherSizes:
+        key = flatten_call(given.args, given.kwargs)[1]
+        return OtherSizes(model, mesh, key, given.layouts, first, capture, ends)
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of the call's tensors, as they were."""
+        return tuple(tensor.shape for tensor in self.key.tensors)
+
+    def task(self, task: Task, sizes: Mapping[str, int]) -> Task:
+        """The same of a call of these sizes, in as many pieces, or fewer where there are fewer samples.
+
+        ShardingError for sizes that the call does not have, CaptureError where the model does not take them, PlanError
+        where it is no longer as it was."""
+        joint, there = task.joint, self._whole(task, sizes)
+        pieces = min(joint.pieces, most_pieces(there.captured))
+        return replace(there, captured=cut_call(there.captured, pieces, joint.head_pieces))
+
+    def plan(self, task: Task, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+        """What `plan` is at these sizes: its layouts, and what it computes again. No limit is asked; nothing is proven
+        of it."""
+        task = replace(task, memory_limit=None)
+        if isinstance(plan, PipelinePlan):
+            return carried_stages(self._whole(task, sizes), plan)
+        there = self._whole(task, sizes)
+        pieces = min(plan.micro_batches, most_pieces(there.captured))
+        cut = cut_call(there.captured, pieces, plan.head_pieces)
+        return carried_plan(replace(there, captured=cut), plan, judge=True)
+
+    def _whole(self, task: Task, sizes: Mapping[str, int]) -> Task:
+        shapes = resized_shapes(self.shapes, sizes)
+        captured = self._captured(shapes)
+        lay = lambda i, layout: Layout.of(shapes[i], self.mesh, layout.dims, layout.partial)
+        layouts = {i: lay(i, layout) for i, layout in self.layouts.items()}
+        return replace(task, captured=captured, call=CallLayouts(layouts, self.ends(captured)))
+
+    def _captured(self, shapes: Shapes) -> Captured:
+        if not self.known:
+            own = self._capture(self.shapes)
+            if graph_hash(own.joint) != graph_hash(self.first.joint):
+                raise PlanError(
+                    "the model, its training flags, gradient mode or autocast are not as when the plan was found\n"
+                    "  try: ask the plan of a new find_plan(...), or ask as it was then"
+                )
+            self.known[self.shapes] = own
+        if shapes not in self.known:
+            if len(self.known) >= _KEPT:
+                self.known.pop(list(self.known)[1])
+            self.known[shapes] = self._capture(shapes)
+        return self.known[shapes]
+
+    def _capture(self, shapes: Shapes) -> Captured:
+        pairs = zip(self.key.tensors, shapes, strict=True)
+        tensors = [
+            torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+            for tensor, shape in pairs
+        ]
+        args, kwargs = unflatten(self.key.tree, tensors)
+        return self.capture(self.model, args, kwargs)

@@ -1,0 +1,81 @@
+"""The names by which users speak of sizes, and which dims of a call's tensors each is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from cost_model.checked_arguments import reject
+from cost_model.errors import ShardingError
+
+SIZE_NAMES = ("batch", "sequence", "height", "width")
+
+Dims = list[tuple[int, int]]
+"""(position of a tensor among the call's, dim of it)."""
+
+
+def check_size_names(names: Iterable[object], argument: str) -> None:
+    """ShardingError for a name of no size."""
+    for name in names:
+        if name not in SIZE_NAMES:
+            raise reject(f"a name in {argument}", name, ", ".join(map(repr, SIZE_NAMES)))
+
+
+def named_dims(shapes: Sequence[Sequence[int]]) -> dict[str, Dims]:
+    """By name, for the sizes that a call with tensors of these (global) shapes has.
+
+    batch: dim 0 of the first tensor that has dims, and of those as long there. What the first tensor is says the rest:
+    height, width: the last two dims of one with 4 dims or more, an image. sequence: dim 1 of one with 2 or 3, tokens or
+    features. Another tensor has them in the same place, if it is as long there; or else, as a mask, wherever it is as
+    long. A dim is of one name only."""
+    ranked = {place: shape for place, shape in enumerate(shapes) if shape}
+    if not ranked:
+        return {}
+    shape = next(iter(ranked.values()))
+    batch = [(tensor, 0) for tensor, other in ranked.items() if other[0] == shape[0]]
+    found: dict[str, Dims] = {"batch": batch}
+    for name, dim in _DIMS.get(min(len(shape), 4), {}).items():
+        found[name] = []
+        for tensor, other in ranked.items():
+            taken = {d for known in found.values() for t, d in known if t == tensor}
+            alike = [d for d, size in enumerate(other) if size == shape[dim] and d not in taken]
+            own = dim % len(other) if len(other) > 1 else 0
+            # A mask of rows and columns has no batch, and is as long in both.
+            kept = own in alike and (dim < 0 or 0 in taken)
+            found[name] += [(tensor, d) for d in ([own] if kept else alike)]
+    return found
+
+
+_DIMS: Mapping[int, Mapping[str, int]] = {
+    2: {"sequence": 1},
+    3: {"sequence": 1},
+    4: {"height": -2, "width": -1},
+}
+"""By how many dims a call's first tensor has, its names besides the batch."""
+
+
+def resized_shapes(
+    shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+) -> tuple[tuple[int, ...], ...]:
+    """A call's shapes with these sizes, by name, in place of its own. ShardingError for one that it does not have."""
+    check_size_names(sizes, "sizes")
+    known = named_dims(shapes)
+    found = [list(shape) for shape in shapes]
+    for name, size in sizes.items():
+        if name not in known:
+            said = ", ".join(map(str, shapes))
+            raise ShardingError(
+                f"sizes name {name!r}, and no tensor of the call has it: their shapes are {said}\n"
+                f"  try: {' or '.join(map(repr, known)) or 'a call with tensors'}"
+            )
+        if type(size) is not int or size < 0:
+            raise reject(f"the size of {name!r}", size, "a number of at least 0")
+        for tensor, dim in known[name]:
+            found[tensor][dim] = size
+    return tuple(map(tuple, found))
+
+
+def size_named(shapes: Sequence[tuple[int, ...]], name: str) -> int:
+    """What a call's size of that name is. ShardingError as of `resized_shapes`."""
+    resized_shapes(shapes, {name: 0})
+    ((tensor, dim), *_) = named_dims(shapes)[name]
+    return shapes[tensor][dim]
