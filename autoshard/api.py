@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from autoshard.arguments import (
     check_batch,
     check_call_placements,
     check_recompute,
+    checked_dynamic,
     checked_micro_batches,
     checked_model,
     checked_race,
@@ -65,6 +67,7 @@ def autoshard(
     gap: float = 0.01,
     tune: str = "background",
     batch: str = "global",
+    dynamic: Collection[str] | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -121,6 +124,9 @@ def autoshard(
                     parameters and optimizer states in its layouts, takes over between two steps (`is_tuned`).
                     "first": all before the first step. "off": the first plan, compiled, stays. With `race` or `stages`
                     it is "first".
+    dynamic:        names of sizes that will change, of {"batch", "sequence", "height", "width"}: calls are captured
+                    with symbols for them, which takes longer and serves all their values (docs/calls.md). Dims marked
+                    by `torch._dynamo.mark_dynamic` are as if named. None: symbols from a size's second value on.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -168,6 +174,7 @@ def autoshard(
             schedule=_schedule(schedule, stages, ready),
             race=checked_race(race, ready is not None),
             batch=batch,
+            dynamic=checked_dynamic(dynamic),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")

@@ -18,6 +18,7 @@ from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.collector import live
+from passes.ir.size_names import check_size_names
 
 _DEVICES = ("cpu", "cuda")
 _RECOMPUTE, _BATCH = ("auto", "user"), ("global", "per_rank")
@@ -149,6 +150,18 @@ def check_batch(batch: object) -> None:
     """ShardingError unless it says whose the inputs are that a rank passes."""
     if batch not in _BATCH:
         raise reject("batch", batch, " or ".join(map(repr, _BATCH)))
+
+
+def checked_dynamic(dynamic: object) -> tuple[str, ...]:
+    """Names of sizes, in order. ShardingError for anything else."""
+    if dynamic is None:
+        return ()
+    if not isinstance(dynamic, (set, frozenset, list, tuple)):
+        raise reject(
+            "dynamic", dynamic, "{'batch', 'sequence'}, or None: symbols from a size's second value on"
+        )
+    check_size_names(dynamic, "dynamic")
+    return tuple(sorted(set(dynamic)))
 
 
 def checked_micro_batches(micro_batches: object) -> int | str:

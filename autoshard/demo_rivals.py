@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,22 +16,22 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from autoshard.demo import GPT
+Make = Callable[[nn.Module, DeviceMesh], nn.Module]
+"""Makes the demo's GPT parallel, in place."""
 
 
-def data_parallel(model: GPT, mesh: DeviceMesh) -> nn.Module:
+def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
-def fully_sharded(model: GPT, mesh: DeviceMesh) -> nn.Module:
-    for block in model.blocks:
+def fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in cast(Any, model.blocks):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def tensor_parallel(model: GPT, mesh: DeviceMesh) -> nn.Module:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Megatron's: attention by heads, the MLP by columns and rows; all else on every rank."""
     column, row = ColwiseParallel, RowwiseParallel
     plan: dict[str, ParallelStyle] = {
@@ -46,7 +46,7 @@ def tensor_parallel(model: GPT, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-RIVALS: dict[str, tuple[Callable[[GPT, DeviceMesh], nn.Module], bool]] = {
+RIVALS: dict[str, tuple[Make, bool]] = {
     "DDP": (data_parallel, True),
     "FSDP2": (fully_sharded, True),
     "tensor parallel by hand": (tensor_parallel, False),

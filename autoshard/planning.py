@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from autoshard.arguments import (
 from autoshard.global_call import as_call, axes_of_batch, global_call, output_layouts
 from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
-from autoshard.plan.other_sizes import Capture, OtherSizes
+from autoshard.plan.other_sizes import Capture, OtherSizes, fitting_at, largest_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
@@ -97,6 +97,7 @@ def find_plan(
     gap: float = 0.01,
     batch: str = "global",
     on_better: OnBetter | None = None,
+    sizes: Mapping[str, tuple[int, int]] | None = None,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -136,6 +137,8 @@ def find_plan(
     gap:            share of the step by which the plan may be above the bound when the search ends by itself; 0: it
                     goes on as long as there is something to try.
     batch:          "per_rank": `example_inputs` are one rank's part of the batch, all ranks' alike, as in `autoshard`.
+    sizes:          least and largest, by name, {"sequence": (1, 8192)}: the plan fits `memory_limit` at the largest of
+                    each as well, together ("batch", "sequence", "height", "width", as `Plan.at` takes them).
     on_better:      called with an `Answer`, the best plan so far and its bound, as soon as there is a better one or
                     more is proven of it; the search ends, with that plan, where it returns False.
 
@@ -154,6 +157,7 @@ def find_plan(
     only = checked_schedule(schedule, staged)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
+    largest = {} if sizes is None else largest_sizes(sizes)
     ends_at = checked_share(gap, "gap")
     listener = None if on_better is None else Listener(on_better)
     deadline = Deadline.after(seconds, listener)
@@ -188,6 +192,8 @@ def find_plan(
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task, division)
     plan = division.fastest(task, deadline)
+    if largest and limit is not None:
+        plan = fitting_at(task, plan, largest, lambda there: division.fastest(there, there.within(seconds)))
     if listener is not None:
         listener.returned(plan)
     return plan

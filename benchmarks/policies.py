@@ -40,7 +40,7 @@ POLICIES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "stored alike": lambda: mock.patch(_LOOKS + "_stored", lambda _: None),
     "turned": lambda: mock.patch(_LOOKS + "_turn_to", lambda *_: None),
     "families": lambda: mock.patch("autoshard.plan.task.families_within", NOTHING),
-    "alike first": lambda: mock.patch("passes.search.state_columns.Columns._alike", lambda *_: None),
+    "alike first": lambda: mock.patch("passes.search.state_columns.LARGE", float("inf")),
     "corrected bytes": lambda: mock.patch("autoshard.plan.correcting._ROUNDS", 1),
     "without messages": lambda: mock.patch("autoshard.plan.search_with_states._WORTH", float("inf")),
 }

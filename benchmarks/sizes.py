@@ -114,8 +114,8 @@ MODELS: Mapping[str, Model] = {
     ),
     "lstm": Model(Recurrent, lambda b, t: (_tokens(b, t),), [range(2, 13), range(2, 9)]),
 }
-SPLITS = {"sequence": 1, "space": 2}
-"""Plans whose inputs come split, and at which dim."""
+SPLITS = {"sequence": (1, 1), "space": (2, 1)}
+"""Plans whose inputs come split, and at which dim each."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -164,17 +164,23 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
     _count(counts)
     options: dict[str, Any] = {"dynamic": set(given.dynamic)} if given.dynamic else {}
     if plan in SPLITS:
-        options["in_placements"] = [Shard(SPLITS[plan])]
+        count = len(example.batch(*(sizes[0] for sizes in example.sizes)))
+        options["in_placements"] = [[Shard(dim)] for dim in SPLITS[plan][:count]]
     elif plan != "free":
         options["constraints"] = family_constraints(plan, 1)
-    settings = {"backend": "eager", "profile": "cpu", "tune": "first", **options}
+    settings: dict[str, Any] = {"backend": "eager", "profile": "cpu", "tune": "first", **options}
     model = autoshard.autoshard(copy.deepcopy(alone), mesh, **settings)
     seen: dict[tuple[int, ...], list[tuple[float, Counter[str]]]] = {}
     worst = 0.0
     for sizes in _drawn(example, given):
         torch.manual_seed(sum(sizes))
         batch = example.batch(*sizes)
-        own = tuple(t.chunk(ranks, SPLITS[plan])[rank] for t in batch) if plan in SPLITS else batch
+        dims = SPLITS.get(plan)
+        own = (
+            batch
+            if dims is None
+            else tuple(t.chunk(ranks, d)[rank] for t, d in zip(batch, dims, strict=False))
+        )
         before = counts.copy()
         dist.barrier()
         begin = time.perf_counter()

@@ -16,7 +16,7 @@ from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.search.corrected_rows import Held
 from passes.search.find import Found
-from passes.search.find_states import NoStates, OfferedStates, States
+from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.search.narrowing import Narrowing
 from passes.states.compute_again import compute_again
 
@@ -24,6 +24,8 @@ _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
 _ROUNDS = 8
 """How often states are chosen, at most."""
+_ROUGH = 0.1
+"""Relative gap at which the first are good enough: what they hold and take is not known yet."""
 _MORE, _RAISE, _FURTHEST = 1e-3, 1.05, 1.5
 """Where no states fit as counted: share by which the next room is larger than the least that any need, and than the
 room before; and the largest, of the limit."""
@@ -77,7 +79,8 @@ class Correcting:
     programs: of a plan, the ways in which it was lowered. needs: bytes of a plan, with what it needs besides. reserve:
     of `StatesWithin`. whole: the fastest plan. faster: than this a plan has to be, in seconds. anyway: of
     `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states at first. judged:
-    states of which there is a program. tight: as it is counted now, nothing fitted. bound: no states that are as they
+    states of which there is a program. tight: as it is counted now, nothing fitted. cut_short: the
+    last states were found when their time was over. bound: no states that are as they
     are counted now take less."""
 
     joint: JointGraph
@@ -95,6 +98,7 @@ class Correcting:
     refused: InfeasibleError | None = None
     judged: list[States] = field(default_factory=list)
     tight: bool = False
+    cut_short: bool = False
     bound: float = 0.0
 
     @cached_property
@@ -117,7 +121,7 @@ class Correcting:
         return self.best
 
     def _corrected(self) -> None:
-        """First of layouts as they are known, to see what programs hold; then of any."""
+        """First roughly, to see what programs hold."""
         room = self.limit - max(self.reserve(self.whole), 0)
         # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
         if room <= 0 or self.joint.in_flight > 1:
@@ -125,15 +129,15 @@ class Correcting:
         patience, less = _PATIENCE, 0
         for number in range(_ROUNDS):
             before = self._seconds
-            found = self._round(room - less, prove=number > 0)
+            found = self._round(room - less, ENOUGH if number else _ROUGH)
             if self._seconds < math.inf:
                 patience = _PATIENCE if self._seconds < before * (1.0 - _WORTH) else patience - 1
             again = found is None and self.best is None and less > 0 and self.bound < self.faster
             if not patience or (found is None and not again):
                 return
             # Counted as a program is, these fitted, and their own program does not.
-            if self.best is None and number > 0:
-                over = 0 if found is None else self.needs(found) - self.limit
+            over = 0 if found is None else self.needs(found) - self.limit
+            if number > 0 and (over > 0 or self.best is None):
                 less += max(over, int(_LESS * self.limit))
             if found is not None:
                 room = self.limit - self.reserve(found)
@@ -142,12 +146,13 @@ class Correcting:
     def _seconds(self) -> float:
         return math.inf if self.best is None else self.best.seconds
 
-    def _round(self, room: int, *, prove: bool) -> Found | None:
+    def _round(self, room: int, gap: float) -> Found | None:
         """The plan of states for a room, by which others are counted from then on; None: there are none worth it."""
-        states = self._states(room, prove)
-        if not prove and states.seconds >= self.faster:
-            states, prove = self._states(room, True), True
-        self.bound = states.lower_bound if prove else 0.0
+        furthest = _FURTHEST * self.limit if self.best is None else 0.0
+        states = self._states(self.offered, room, furthest, gap)
+        if gap > ENOUGH and states.seconds >= self.faster:
+            states = self._states(self.offered, room, furthest, ENOUGH)
+        self.bound = states.lower_bound
         wanted = min(self.faster, self._seconds * (1.0 - _WORTH))
         hopeless = self.bound >= wanted or (self.best is not None and states.seconds >= wanted)
         if hopeless or any(states.are(one) for one in self.judged):
@@ -159,20 +164,21 @@ class Correcting:
             self.offered.correct(states, program.phases, program.held)
         return found
 
-    def _states(self, room: int, prove: bool) -> States:
-        """Where there are none, of the least room that has some: rows may count more than a program holds."""
+    def _states(self, offered: OfferedStates, room: int, furthest: float, gap: float) -> States:
+        """Where there are none, of the least room that has some, up to the furthest: rows may count more than a program
+        holds."""
         limit, self.tight = (self.limit, self.reserve(None)), False
         while True:
             latest = self.deadline.share(_STATES_SHARE)
             try:
-                return self.offered.find(
-                    room=room, limit=limit, deadline=latest, prove=prove, known=self.faster
-                )
+                states = offered.find(room=room, limit=limit, deadline=latest, gap=gap, known=self.faster)
+                self.cut_short = latest.left <= 0.0
+                return states
             except NoStates as refused:
                 if not self.judged:
                     self.refused = self.refused or refused
                 larger = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE) if self.tight else 0)
-                if self.best is not None or not room < larger <= _FURTHEST * self.limit:
+                if not room < larger <= furthest:
                     raise
                 room, self.tight = larger, True
 
@@ -206,19 +212,9 @@ class Correcting:
     def _smallest(self) -> None:
         """Of the least room that has states, looked for anew: what an error of a smaller limit says would fit does
         fit."""
-        anew, room, limit = self.way.offer(self.whole), 0, (self.limit, self.reserve(None))
         with suppress(InfeasibleError):
-            while True:
-                latest = self.deadline.share(_STATES_SHARE)
-                try:
-                    states = anew.find(room=room, limit=limit, deadline=latest, prove=False)
-                    break
-                except NoStates as refused:
-                    if refused.least <= room:
-                        return
-                    room = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE))
-            found = self._judged(states)
+            found = self._judged(self._states(self.way.offer(self.whole), 0, math.inf, _ROUGH))
             assert found is not None
             self._take(found)
-            if self.best is None and latest.left > 0.0:
+            if self.best is None and not self.cut_short:
                 self.anyway += [found, *found.rivals]

@@ -100,7 +100,7 @@ def size_crossovers(
 
 def _of_size(plan: PlanContent, again: Again, name: str, ends: object) -> Iterator[SizeCrossover]:
     """Between the ends, sizes that all ranks share evenly are looked at alone."""
-    first, last = _checked_range(name, ends)
+    first, last = checked_range(name, ends)
     now, carried = size_named(again.shapes, name), again.carried
     assert carried is not None
     known: dict[tuple[int, int], tuple[PlanContent, float]] = {}
@@ -120,7 +120,7 @@ def _of_size(plan: PlanContent, again: Again, name: str, ends: object) -> Iterat
             yield SizeCrossover(name, int(size), now, *won)
 
 
-def _checked_range(name: str, ends: object) -> tuple[int, int]:
+def checked_range(name: str, ends: object) -> tuple[int, int]:
     """ShardingError for what is no range of sizes."""
     match ends:
         case (int(first), int(last)) if 1 <= first <= last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,22 +11,27 @@ import torch
 from torch import nn
 
 from autoshard.global_call import GlobalCall
+from autoshard.plan.crossovers import checked_range
 from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.micro_batches import cut_call, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
 from autoshard.plan.task import Task
-from cost_model.errors import PlanError
+from cost_model.checked_arguments import reject
+from cost_model.errors import InfeasibleError, PlanError
+from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
 from passes.capture.trees import unflatten
-from passes.ir.size_names import resized_shapes
+from passes.ir.size_names import check_size_names, resized_shapes
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 
 Capture = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured]
 """Captures a call of the model, canonical, as the first was captured: with gradients, autocast and device as then."""
+_log = logging.getLogger("autoshard")
+
 Shapes = tuple[tuple[int, ...], ...]
 
 _KEPT = 16
@@ -113,3 +119,28 @@ class OtherSizes:
         ]
         args, kwargs = unflatten(self.key.tree, tensors)
         return self.capture(self.model, args, kwargs)
+
+
+def largest_sizes(sizes: Any) -> dict[str, int]:
+    """Of ranges by name, their ends. ShardingError for anything else."""
+    if not isinstance(sizes, Mapping):
+        raise reject("sizes", sizes, "{'sequence': (1, 8192)}, the least and the largest size, or None")
+    check_size_names(sizes, "sizes")
+    return {name: checked_range(name, ends)[1] for name, ends in sizes.items()}
+
+
+def fitting_at(task: Task, plan: Plan, sizes: Mapping[str, int], search: Callable[[Task], Plan]) -> Plan:
+    """`plan` of the task, if it fits the limit at these sizes too; else that of the plan that is found there. Raises
+    InfeasibleError where none fits there. search: of a whole call."""
+    limit, others = task.memory_limit, task.sizes
+    assert limit is not None and others is not None
+    there = others.plan(task, plan, sizes)
+    if there.peak_memory + there.reserve <= limit:
+        return plan
+    said = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    _log.info("plan: the fastest takes %s at %s; searched there", format_bytes(there.peak_memory), said)
+    try:
+        found = search(others.task(task, sizes))
+    except InfeasibleError as error:
+        raise InfeasibleError(f"at {said}: {error}") from None
+    return replace(others.plan(task, found, {}), memory_limit=limit)

@@ -70,7 +70,7 @@ class PlanQuestions(PlanContent):
         return why_not_pinned(self, again, parameter, placements)
 
     def _carried(self, question: str) -> Callable[[PlanContent, Mapping[str, int]], PlanContent]:
-        again = self.again if self.axis else self._again(question, question)
+        again = self.again
         if again is None or again.carried is None:
             raise PlanError(
                 f"{question} captures the call at other sizes, and this plan is of a stage, or loaded or unpickled\n"

@@ -227,7 +227,7 @@ def search_plans(
             return found
 
         def offer(whole: Found) -> OfferedStates:
-            given = task.joint, prices.joining(whole.joined), task.boundary, whole.assignment
+            given = task.joint, prices.joining(whole.joined), task.boundary
             narrowing, pinned, overlaps = task.narrowing, _pinned(task), whole.overlaps
             return OfferedStates.of(*given, narrowing=narrowing, pinned=pinned, overlaps=overlaps)
 

@@ -66,6 +66,7 @@ class Settings:
     gap: float = 0.01
     batch: str = "global"
     tune: str = "first"
+    dynamic: tuple[str, ...] = ()
 
     @property
     def starts_at_once(self) -> bool:

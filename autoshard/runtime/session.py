@@ -36,7 +36,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import MOST_FAILURES, AtSizes, SizedAt, SizedCalls
+from autoshard.runtime.sized_calls import AtSizes, SizedAt, SizedCalls
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones
@@ -53,6 +53,8 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.ir.size_names import dynamic_dims
+from passes.ir.torch_sizes import marked_dims
 from passes.layout.layout import Layout
 from passes.strategies.prices import Prices
 
@@ -132,24 +134,32 @@ class Session:
             return ready
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         with self.stages("tracing the model", detail):
-            capture = lambda: self._captured(whole(), answers)
+            capture = lambda: self._captured(whole(), flatten_call(args, kwargs)[0], answers)
             captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
         layouts = CallLayouts(whole().layouts, self._ends(captured))
         fingerprint = fingerprint_of(self.settings, captured.joint, whole())
-        agree(self.mesh, fingerprint)
         tensors, key = flatten_call(args, kwargs)
+        agree(self.mesh, {**fingerprint, "mark_dynamic": str([sorted(marked_dims(t)) for t in tensors])})
         making = Call(self, captured, layouts, tensors)
-        may_be_sized = sized is not None and sized.call.failures < MOST_FAILURES and self.plan is not None
-        if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
-            assert sized is not None
-            with self.stages("finding a plan", fingerprint):
-                plan = self.replanned(making)
-            if (ready := self._sized.made(making, whole(), sized, plan)) is not None:
+        is_first = self.plan is None
+        if not is_first:
+            with self.stages("making a program for all sizes", fingerprint):
+                ready = self._sized.added(making, whole(), sized, lambda: self.replanned(making))
+            if ready is not None:
                 return self._ready_for(whole(), ready, key)
         capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
         sizes = OtherSizes.of(self.model, self.spec, whole(), captured, capture_there, self._ends)
         programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
-        return self._executable(whole(), programs, key, Guards(self.model, captured.reads))
+        plan, captured = programs.running.plan, programs.running.captured
+        guards = Guards(self.model, captured.reads)  # of the parameters as they were placed
+        if sized is not None:
+            sized.call.guards = guards
+        ready = self._sized.added(making, whole(), sized, lambda: plan) if is_first else None
+        if is_first and ready is None and sized is not None and self.settings.dynamic:
+            _log.warning(
+                "every size has a program of its own: the plan is of pieces, stages or parts of given sizes"
+            )
+        return self._executable(whole(), programs, key, guards)
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
         plan, captured = programs.running.plan, programs.running.captured
@@ -183,12 +193,13 @@ class Session:
         check_unwrapped(self.model)
 
     def _captured(
-        self, whole: GlobalCall, answers: Sequence[torch.Tensor]
+        self, whole: GlobalCall, tensors: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]
     ) -> tuple[Captured, SizedAt | None]:
         capture = partial(canonical_capture, self.model, whole.args, whole.kwargs, **self._captured_as)
         if answers:
             return capture(answers=answers), None
-        return self._sized.captured(self.model, whole, capture)
+        dynamic = dynamic_dims(self.settings.dynamic, tensors, whole.shapes, self.plan is None)
+        return self._sized.captured(self.model, whole, capture, dynamic)
 
     @property
     def _captured_as(self) -> dict[str, Any]:

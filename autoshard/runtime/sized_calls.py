@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -15,18 +15,18 @@ from autoshard.runtime.executable import Home, MadeAhead, Running
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call
 from autoshard.runtime.module import Mode
-from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, counts_no_rows, sized_program
+from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, is_for_sizes, sized_program
 from autoshard.runtime.step import PhaseCode, Program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
+from passes.ir.size_names import Dim, Shapes, SizeNames
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizeSymbols, SymbolicShapes
+from passes.ir.torch_sizes import SizesLost
+from passes.layout.layout import Layout
 
 _log = logging.getLogger("autoshard")
 
-Shapes = Sequence[tuple[int, ...]]
-"""Global shapes of a call's tensors."""
 CaptureAs = Callable[..., Captured]
 """Captures a call. sizes: its shapes in symbols (`canonical_capture`)."""
 
@@ -38,39 +38,6 @@ def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
     _, key = flatten_call(whole.args, whole.kwargs)
     looks = tuple((len(t.shape), t.dtype, t.requires_grad, t.placements) for t in key.tensors)
     return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
-
-
-@dataclass(frozen=True)
-class SizeNames:
-    """Which dims of a call's tensors are one size: those that were alike in two calls. places: of each tensor, per dim
-    which size it is, or the number that it always was."""
-
-    places: tuple[tuple[tuple[str, int], ...], ...]
-    count: int
-
-    @staticmethod
-    def of(one: Shapes, two: Shapes) -> SizeNames:
-        """Dims of 0 or 1 are no sizes: what is done with these is something else."""
-        known: dict[tuple[int, int], int] = {}
-        place = lambda pair: (
-            ("size", known.setdefault(pair, len(known))) if min(pair) > 1 else ("is", pair[1])
-        )
-        places = [tuple(map(place, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True)]
-        return SizeNames(tuple(places), len(known))
-
-    def values(self, shapes: Shapes) -> tuple[int, ...] | None:
-        """None where dims differ that were alike."""
-        found: dict[int, int] = {}
-        for shape, places in zip(shapes, self.places, strict=True):
-            for number, (kind, index) in zip(shape, places, strict=True):
-                if number != (index if kind == "is" else found.setdefault(index, number)):
-                    return None
-        return tuple(found[index] for index in range(self.count))
-
-    def symbolic(self, values: Sequence[int]) -> SymbolicShapes:
-        symbols = SizeSymbols(values)
-        size = lambda place: symbols.sizes[place[1]] if place[0] == "size" else place[1]
-        return SymbolicShapes(symbols, [tuple(map(size, places)) for places in self.places])
 
 
 MOST_FAILURES = 2
@@ -89,11 +56,14 @@ class SizedCall:
     programs: list[SizedProgram] = field(default_factory=list)
     failures: int = 0
 
-    def ready(self, shapes: Shapes) -> tuple[SizedProgram, tuple[int, ...]] | None:
+    def ready(
+        self, shapes: Shapes, layouts: Mapping[int, Layout]
+    ) -> tuple[SizedProgram, tuple[int, ...]] | None:
         """(the program for these shapes, their sizes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
-        return next(((one, values) for one in self.programs if one.at(values) is not None), None)
+        fits = lambda one: one.inputs == layouts and one.at(values) is not None
+        return next(((one, values) for one in self.programs if fits(one)), None)
 
     def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
         values = self.names.values(shapes)
@@ -157,7 +127,7 @@ class AtSizes(MadeAhead):
 
 @dataclass
 class _Kind:
-    """first: the first call, and its shapes. attempts: left to capture one with symbols."""
+    """first: the first call, and its shapes. attempts: left to capture one with symbols, until one serves another."""
 
     first: tuple[Captured, Shapes] | None = None
     sized: list[SizedCall] = field(default_factory=list)
@@ -185,10 +155,17 @@ class SizedCalls:
                 sized.programs.clear()
         self._programs = 0
 
-    def made(self, call: Call, whole: GlobalCall, sized: SizedAt, plan: Plan) -> AtSizes | None:
-        """What runs a call by a program of its plan in symbols, if there can be one. All ranks come here together."""
-        program = None
-        if counts_no_rows(plan):
+    def added(
+        self, call: Call, whole: GlobalCall, sized: SizedAt | None, planned: Callable[[], Plan]
+    ) -> AtSizes | None:
+        """What runs `call` by a new program for all sizes, if there can be one. planned: its plan. All ranks come here
+        together."""
+        may_be = sized is not None and sized.call.failures < MOST_FAILURES
+        if not all(everyones(call.home.mesh, may_be, what="whether there are symbols for sizes")):
+            return None
+        assert sized is not None
+        plan, program = planned(), None
+        if is_for_sizes(plan):
             program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
         if program is None:
             sized.call.failures += 1
@@ -212,58 +189,71 @@ class SizedCalls:
         """Of a call: its graph, the program for it, and its sizes; None where there is none."""
         kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
-            if (found := sized.ready(shapes)) is not None:
+            if (found := sized.ready(shapes, whole.layouts)) is not None:
+                self._kinds[kind].attempts = _ATTEMPTS
                 return sized, *found
         return None
 
     def captured(
-        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs
+        self, model: nn.Module, whole: GlobalCall, capture: CaptureAs, dynamic: Collection[Dim] = ()
     ) -> tuple[Captured, SizedAt | None]:
         """The graph of a call: of the first of its kind by a capture, of the second by one with symbols, and of the
-        others by what that says of their sizes."""
+        others by what that says of their sizes. dynamic: dims that are symbols at once."""
         kind, shapes = _kind_of(model, whole)
         known = self._kinds.setdefault(kind, _Kind())
         known.sized = [one for one in known.sized if one.guards.hold()]
         for one in known.sized:
             if (found := one.at(shapes)) is not None:
+                known.attempts = _ATTEMPTS
                 return found
-        if known.first is not None and known.attempts and known.first[1] != shapes:
+        plain: Captured | None = None
+        if known.first is not None:
+            names = SizeNames.of(known.first[1], shapes)
+        else:
+            names = SizeNames.given(shapes, dynamic)
+            plain = _plain(known, shapes, capture) if names.count else None
+        if known.first is not None and known.attempts and (plain is not None or known.first[1] != shapes):
             known.attempts -= 1
-            if (found := self._with_symbols(model, known.first, shapes, capture)) is not None:
+            try:
+                found = self._with_symbols(model, names, known.first, shapes, capture)
                 known.sized.append(found[1].call)
                 return found
+            except Exception as error:  # whatever code says to a number that is a symbol
+                level = logging.DEBUG if plain is None else logging.WARNING
+                _log.log(level, "no graph for all sizes, each is captured by itself: %s", error)
             if known.attempts and not known.sized:
                 known.attempts -= 1
-        found = capture()
-        if not found.call.checks:
-            known.first = found, shapes
-        return found, None
+        return plain or _plain(known, shapes, capture), None
 
     def _with_symbols(
         self,
         model: nn.Module,
+        names: SizeNames,
         first: tuple[Captured, Shapes],
         shapes: Shapes,
         capture: CaptureAs,
-    ) -> tuple[Captured, SizedAt] | None:
+    ) -> tuple[Captured, SizedAt]:
         """Only where it says of a call that was captured what that capture said."""
         before, before_shapes = first
-        names = SizeNames.of(before_shapes, shapes)
-        try:
-            values = names.values(shapes)
-            assert values is not None
-            symbolic = names.symbolic(values)
-            captured = capture(sizes=symbolic)
-            if replace(captured.call, key=before.call.key) != before.call:
-                return None
-            joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-            sized = SizedCall(names, captured, joint, Guards(model, captured.reads))
-            found, there = sized.at(shapes), sized.at(before_shapes)
-        except Exception as error:  # whatever code says to a number that is a symbol
-            _log.debug("no graph for all sizes: %s", error)
-            return None
+        values = names.values(shapes)
+        assert values is not None
+        symbolic = names.symbolic(values)
+        captured = capture(sizes=symbolic)
+        if replace(captured.call, key=before.call.key) != before.call:
+            raise SizesLost("what the call returns or changes depends on them")
+        joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
+        sized = SizedCall(names, captured, joint, Guards(model, captured.reads))
+        found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found
         if found is None or there is None or not alike(before.joint, there[0].joint):
-            return None
+            raise SizesLost("the model computes something else at each")
         return found
+
+
+def _plain(kind: _Kind, shapes: Shapes, capture: CaptureAs) -> Captured:
+    """The graph of these sizes alone."""
+    found = capture()
+    if not found.call.checks:
+        kind.first = found, shapes
+    return found

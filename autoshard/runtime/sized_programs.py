@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in
@@ -24,20 +24,26 @@ from autoshard.watching.agreement import collectively, everyones
 from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
+from passes.layout.layout import Layout
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram
+from passes.plan.sized_plan import in_symbols
 
 _log = logging.getLogger("autoshard")
 
 
-def counts_no_rows(plan: Plan) -> bool:
-    """Whether nothing in a plan is a number of rows, so that it may be one of all sizes."""
+CompileSized = Callable[[fx.GraphModule, Sequence[Any], str], tuple[Compiled, list[Any]]]
+"""As `compile_sized`."""
+
+
+def is_for_sizes(plan: Plan) -> bool:
+    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a batch has, or a
+    rank's part of what goes in or comes out."""
     if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
         return False
-    layouts = [one for node in plan.planned.layouts.values() for one in (*node.operands, *node.results)]
-    counted = any(layout.has_halo or any(layout.sizes) for layout in layouts)
-    return not counted and not plan.planned.interiors
+    ends = (*plan.inputs.values(), *plan.outputs.values())
+    return not any(one is not None and (one.has_halo or any(one.sizes)) for one in ends)
 
 
 class _Taking:
@@ -86,12 +92,17 @@ class SizedCode:
     codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank."""
 
     def __init__(
-        self, program: RankProgram, ends: CallEnds, symbols: SizeSymbols, backend: str = "eager"
+        self,
+        program: RankProgram,
+        ends: CallEnds,
+        symbols: SizeSymbols,
+        backend: str = "eager",
+        compile_as: CompileSized = compile_sized,
     ) -> None:
         self.program, self.phases = program, program.phases
         self.symbols, self.backend = symbols, backend
         numbers, whole = Numbers(symbols), self.phases.backward
-        compiled = lambda graph: _Taking(compile_sized(graph, symbols.sizes, backend), numbers)
+        compiled = lambda graph: _Taking(compile_as(graph, symbols.sizes, backend), numbers)
         self.forward = compiled(self.phases.forward)
         self.values = _Values(placeholder_values(self.phases.forward), numbers)
         self.tangents = _Values(tangent_values(self.phases), numbers)
@@ -201,10 +212,11 @@ def _agreed(home: Home, make: Callable[[], SizedCode], what: str) -> Agreed | No
 
 class SizedProgram:
     """A program for all sizes: op by op at first, compiled from its third call on, beside the steps if these are tuned
-    there. number: the same on all ranks. is_settled: whether nothing more will be compiled for all sizes."""
+    there. number: the same on all ranks. inputs: layouts of those that ranks pass parts of. is_settled: whether nothing
+    more will be compiled for all sizes."""
 
-    def __init__(self, number: int, plan: Plan, eager: Agreed) -> None:
-        self.number, self.plan, self._agreed = number, plan, eager
+    def __init__(self, number: int, plan: Plan, inputs: Mapping[int, Layout], eager: Agreed) -> None:
+        self.number, self.plan, self.inputs, self._agreed = number, plan, inputs, eager
         self.is_settled = False
         self._calls, self._due = 0, MOST_EAGER + 1
         self._beside: Beside | None = None
@@ -262,10 +274,11 @@ def sized_program(
 
     def made() -> SizedCode:
         symbols = SizeSymbols(values)
-        in_symbols = joint.at(values, symbols)
-        assert in_symbols is not None
-        (program,) = lowered_whole(home, in_symbols, plan)
-        return SizedCode(program, ends_of(home.mesh, in_symbols, call.layouts, plan), symbols)
+        graph = joint.at(values, symbols)
+        assert graph is not None
+        plan_of_all = replace(plan, records=in_symbols(plan.records, graph, home.spec))
+        (program,) = lowered_whole(home, graph, plan_of_all)
+        return SizedCode(program, ends_of(home.mesh, graph, call.layouts, plan_of_all), symbols)
 
     eager = _agreed(home, made, "lowering a plan")
-    return None if eager is None else SizedProgram(number, plan, eager)
+    return None if eager is None else SizedProgram(number, plan, call.layouts.inputs, eager)

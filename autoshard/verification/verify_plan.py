@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.global_call import as_call
+from autoshard.global_call import GlobalCall, as_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.planning import autocast_as, canonical_capture
 from autoshard.runtime.module import original_forward
 from autoshard.verification.part_errors import Divergence, Watcher
+from autoshard.verification.simulated_sizes import ALL_SIZES, SimulatedSizes
 from autoshard.verification.simulated_step import (
     full_float32,
     held_values,
@@ -29,11 +31,14 @@ from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.operator_calls import GroupedAsCaptured
+from passes.capture.trees import unflatten
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
 from passes.ir.op_traits import draws, is_cast
 from passes.ir.rewrite import duplicate_joint
+from passes.ir.size_names import resized_shapes
+from passes.lower.rank_program import RankProgram
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
 from passes.simulate.lockstep import simulate
@@ -86,12 +91,16 @@ def verify(
     *,
     seed: int = 0,
     autocast: torch.dtype | None = None,
+    sizes: Sequence[Mapping[str, int]] = (),
 ) -> VerifyReport:
     """Simulate every rank of `plan` in lockstep, forward and backward, against the unsharded model.
 
     example_inputs: a tuple of arguments, or (tuple, dict of keyword arguments), all global: also those
                     of which a rank passes its shard.
     autocast:       as `find_plan` was given it.
+    sizes:          others of the call, such as [{"batch": 3}, {"batch": 5, "sequence": 7}], by the names that `plan.at`
+                    takes: called one after the other, each runs by the program that a parallel model would take, one
+                    made for all sizes where there is one. Inputs are drawn from the example's values.
     Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
     global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed. All runs on the
     device where the model is, without TensorFloat-32. A model that computes something else there than on the mesh's
@@ -99,14 +108,71 @@ def verify(
 
     Of a plan with stages every result is compared, and of a difference it is not said which node is the first.
 
-    Raises PlanError if the plan belongs to another model, inputs or code.
+    Raises PlanError if the plan belongs to another model, inputs or code; with `sizes` also if it was loaded, and as
+    `plan.at`.
     """
     plan = given_plan(plan)
     checked_model(model)
     checked_count(seed, "seed")
-    args, kwargs = as_call(example_inputs)
+    call = as_call(example_inputs)
+    report = _verified(model, plan, call, seed, autocast)
+    if not sizes or not report.ok:
+        return report
+    tensors, key = flatten_call(*call)
+    first = _whole(call)
+    capture = lambda args, kwargs, **given: _captured(model, plan, (args, kwargs), autocast, **given)
+    runs = SimulatedSizes(model, lambda captured, whole: plan)
+    is_whole = not plan.axis and plan.micro_batches == plan.head_pieces == 1
+    if is_whole:
+        runs.runs(first, partial(capture, *call))
+    errors = dict(report.errors)
+    for named in sizes:
+        there = plan.at(**named)
+        shapes = resized_shapes(first.shapes, named)
+        drawn = [_drawn(*pair, seed) for pair in zip(tensors, shapes, strict=True)]
+        at_size = unflatten(key.tree, drawn)
+        runs.planned = lambda captured, whole, there=there: there
+        ran = runs.runs(_whole(at_size), partial(capture, *at_size)) if is_whole else None
+        programs = ran.programs if ran is not None and ran.by == ALL_SIZES else None
+        found = _verified(model, there, at_size, seed, autocast, programs)
+        said = ", ".join(f"{name} {size}" for name, size in named.items())
+        errors |= {f"{name} at {said}": error for name, error in found.errors.items()}
+        if not found.ok:
+            return replace(found, errors=errors, max_error=max(errors.values()))
+    return replace(report, errors=errors, max_error=max(errors.values()))
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _whole(call: Arguments) -> GlobalCall:
+    return GlobalCall(*call, {}, tuple(tuple(one.shape) for one in flatten_call(*call)[0]))
+
+
+def _drawn(like: torch.Tensor, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Of its values."""
+    places = torch.randint(max(like.numel(), 1), tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return like.detach().flatten()[places.to(like.device)].requires_grad_(like.requires_grad)
+
+
+def _captured(
+    model: nn.Module, plan: Plan, call: Arguments, autocast: torch.dtype | None, **given: Any
+) -> Captured:
     with autocast_as(plan.mesh, autocast):
-        captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
+        return canonical_capture(model, *call, device=torch.device(plan.mesh.device_type), **given)
+
+
+def _verified(
+    model: nn.Module,
+    plan: Plan,
+    call: Arguments,
+    seed: int,
+    autocast: torch.dtype | None,
+    programs: Sequence[RankProgram] | None = None,
+) -> VerifyReport:
+    """programs: that run in place of the plan's own, of every rank."""
+    args, kwargs = call
+    captured = _captured(model, plan, call, autocast)
     planned = planned_graph(captured, plan)
     plan.check_graph(planned)
     cut = cut_for_stages(planned, plan.micro_batches) if plan.axis else planned
@@ -132,9 +198,9 @@ def verify(
     floors = [_ROUNDINGS * change / limit for change in rounding.results]
     graph = _all_bound(cut, here) if plan.axis else _as_planned(cut, plan, here)
     with runnable(plan):
-        errors = step_errors(graph, plan, values, wanted, floors)
+        errors = step_errors(graph, plan, values, wanted, floors, programs)
     worst = max(errors.values(), default=0.0)
-    if worst <= limit or plan.axis:
+    if worst <= limit or plan.axis or programs is not None:
         return VerifyReport(worst <= limit, worst, errors, None)
     # Once more, in the order of the global graph, where every node of it can be compared: of pieces with the first.
     if cut is not captured.joint:

@@ -19,7 +19,7 @@ from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES
 from passes.ir.joint import JointGraph, ancestors, computed, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_pointwise, is_use, when_read
 from passes.ir.properties import Property, described
-from passes.ir.rewrite import shape_of
+from passes.ir.rewrite import shape_of, tensor_at
 from passes.ir.torch_sizes import SizesLost, counts_as, sizes_in, with_sizes
 from passes.rules.core.rule_registry import rule_for
 
@@ -109,7 +109,9 @@ def _is_part_of_larger(node: fx.Node) -> bool:
         ends = sizes_in([end])
         return not sizes_in([start, step, *(end - size for size in ends)]) and len(ends) < 2
     if node.target is aten.reshape.default:
-        before, after = ([n for n in shape if n != 1] for shape in (shape_of(node.args[0]), shape_of(node)))
+        before, after = (
+            [n for n in shape if n != 1] for shape in (shape_of(tensor_at(node)), shape_of(node))
+        )
         return before == after
     if node.target in (aten.permute.default, aten.expand.default):
         return True

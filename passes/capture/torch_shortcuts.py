@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
-from passes.ir.torch_tracing import onednn_off
+from passes.ir.torch_dispatch import onednn_off, replaced_attribute, replaced_kernels
 
 _RESIZING = """
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
@@ -56,17 +55,19 @@ def shortcuts_off() -> Generator[None]:
         stack.enter_context(onednn_off())
         for name in _RESIZING.split():
             packet: Any = getattr(torch.ops.aten, name, None)
-            for overload in () if packet is None else packet.overloads():
+            if packet is None:
+                continue
+            for overload in packet.overloads():
                 ours = partial(_resize, packet.default) if overload == "vec" else None
                 stack.enter_context(replaced_kernels(getattr(packet, overload), dict.fromkeys(_KEYS, ours)))
         yield
 
 
-def _resize(op: Any, x: Tensor, sizes: Sequence[int] | None, *given: Any) -> Tensor:
+def _resize(op: Any, x: Tensor, sizes: Sequence[Any] | None, *given: Any) -> Tensor:
     """`op` to sizes, or by factors, the last of `given`."""
     factors = [None] * (x.ndim - 2) if given[-1] is None else given[-1]
     if sizes is None:
-        scaled = lambda n, by: n * int(by) if by == int(by) else torch.sym_int(n * by)
+        scaled: Callable[..., Any] = lambda n, by: n * int(by) if by == int(by) else torch.sym_int(n * by)
         sizes = list(map(scaled, x.shape[2:], factors))
     return op(x, sizes, *given[:-1], *factors)
 

@@ -113,7 +113,7 @@ def reduced_in_place(node: fx.Node) -> bool:
 def _owns_its_memory(node: object) -> bool:
     """A result of its own, looked at through views, which nothing else reads."""
     while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in VIEWS:
-        (node,) = node.all_input_nodes
+        node = node.args[0]
     if not isinstance(node, fx.Node) or len(node.users) != 1:
         return False
     producer, _ = result_index(node)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
+from passes.ir.torch_sizes import SizeSymbols, SymbolicShapes, marked_dims
 
 SIZE_NAMES = ("batch", "sequence", "height", "width")
 
-Dims = list[tuple[int, int]]
+Dim = tuple[int, int]
 """(position of a tensor among the call's, dim of it)."""
+Dims = list[Dim]
+Shapes = Sequence[tuple[int, ...]]
+"""Global shapes of a call's tensors."""
 
 
 def check_size_names(names: Iterable[object], argument: str) -> None:
@@ -79,3 +86,64 @@ def size_named(shapes: Sequence[tuple[int, ...]], name: str) -> int:
     resized_shapes(shapes, {name: 0})
     ((tensor, dim), *_) = named_dims(shapes)[name]
     return shapes[tensor][dim]
+
+
+def dynamic_dims(names: Sequence[str], tensors: Sequence[Tensor], shapes: Shapes, first: bool) -> set[Dim]:
+    """Dims that the user says are sizes: by their names, or by marks. first: of the first kind of call, where it is a
+    ShardingError if no tensor has a size of that name."""
+    known = named_dims(shapes)
+    for name in names if first else ():
+        if name not in known:
+            raise ShardingError(
+                f"dynamic names {name!r}, and no tensor of the call has it: their shapes are "
+                f"{', '.join(map(str, shapes))}\n  try: {' or '.join(map(repr, known)) or 'no names'}, or "
+                "torch._dynamo.mark_dynamic(tensor, dim)"
+            )
+    marked = {(tensor, dim) for tensor, t in enumerate(tensors) for dim in marked_dims(t)}
+    return marked | {dim for name in names for dim in known.get(name, ())}
+
+
+@dataclass(frozen=True)
+class SizeNames:
+    """Which dims of a call's tensors are one size: those that were alike in two calls. places: of each tensor, per dim
+    which size it is, or the number that it always was."""
+
+    places: tuple[tuple[tuple[str, int], ...], ...]
+    count: int
+
+    @staticmethod
+    def of(one: Shapes, two: Shapes) -> SizeNames:
+        """Dims of 0 or 1 are no sizes: what is done with these is something else."""
+        known: dict[tuple[int, int], int] = {}
+        place = lambda pair: (
+            ("size", known.setdefault(pair, len(known))) if min(pair) > 1 else ("is", pair[1])
+        )
+        places = [tuple(map(place, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True)]
+        return SizeNames(tuple(places), len(known))
+
+    @staticmethod
+    def given(shapes: Shapes, dynamic: Collection[Dim]) -> SizeNames:
+        """dynamic: which dims are sizes, (tensor, dim) each; those alike are one."""
+        known: dict[int, int] = {}
+
+        def place(tensor: int, dim: int, number: int) -> tuple[str, int]:
+            if (tensor, dim) not in dynamic or number < 2:
+                return "is", number
+            return "size", known.setdefault(number, len(known))
+
+        places = [tuple(place(t, d, n) for d, n in enumerate(shape)) for t, shape in enumerate(shapes)]
+        return SizeNames(tuple(places), len(known))
+
+    def values(self, shapes: Shapes) -> tuple[int, ...] | None:
+        """None where dims differ that were alike."""
+        found: dict[int, int] = {}
+        for shape, places in zip(shapes, self.places, strict=True):
+            for number, (kind, index) in zip(shape, places, strict=True):
+                if number != (index if kind == "is" else found.setdefault(index, number)):
+                    return None
+        return tuple(found[index] for index in range(self.count))
+
+    def symbolic(self, values: Sequence[int]) -> SymbolicShapes:
+        symbols = SizeSymbols(values)
+        size = lambda place: symbols.sizes[place[1]] if place[0] == "size" else place[1]
+        return SymbolicShapes(symbols, [tuple(map(size, places)) for places in self.places])

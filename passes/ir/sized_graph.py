@@ -208,7 +208,8 @@ class SizedJoint:
     def at(self, sizes: Sequence[int], symbols: SizeSymbols | None = None) -> JointGraph | None:
         """None for sizes of which something does not hold that the graph was made under. symbols: of these sizes, in
         which the graph then is."""
-        numbers = self._evaluate(sizes if symbols is None else symbols.sizes)
+        given: Sequence[Any] = sizes if symbols is None else symbols.sizes
+        numbers = self._evaluate(given)
         if numbers is None:
             return None
         looks = Looks(self._module.looks, numbers, symbols)
@@ -245,4 +246,7 @@ def _node_text(node: fx.Node) -> str:
 def _shown(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return str((tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.requires_grad))
+    steps = [
+        step if size != 1 else 0 for size, step in zip(value.shape, value.stride(), strict=True)
+    ]  # none is taken
+    return str((tuple(value.shape), steps, value.storage_offset(), value.dtype, value.requires_grad))

@@ -256,3 +256,17 @@ def encoder_masks_trusted() -> AbstractContextManager[None]:
         return bool(is_causal)
 
     return replaced_attribute(transformer, "_detect_is_causal_mask", trust)
+
+
+@contextmanager
+def onednn_off() -> Generator[None]:
+    """Recurrent layers are traced to products, not to one oneDNN op whose backward cannot be called.
+
+    `torch.backends.mkldnn.flags` sets unrelated flags as well, and warns. Since torch 1.13.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -71,9 +72,8 @@ def inductor_settings() -> str:
 
 def warm_inductor() -> None:
     """Imports, and reads, all that comes before a first graph."""
-    import torch._inductor.compile_fx
-    import torch.utils.cpp_extension  # noqa: F401
-
+    for name in ("torch._inductor.compile_fx", "torch.utils.cpp_extension"):
+        import_module(name)
     inductor_settings()
 
 

@@ -4,7 +4,6 @@ while a graph was made. Private torch APIs are used as in `passes.ir.torch_compa
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,13 +14,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_dispatch import replaced_attribute, replaced_kernels
+from passes.ir.torch_dispatch import onednn_off, replaced_attribute, replaced_kernels
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-_NUMBERS = itertools.count()
-"""A symbol has a name of its own, so that what is remembered of one graph's sizes is never another's."""
-
 
 Evaluation = Callable[[Sequence[int]], list[Any] | None]
 """Of values of the sizes: what some numbers are, or None where something does not hold."""
@@ -45,8 +40,6 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
-        # torch's are a hundred, and a symbol named as one of another graph is that one to whatever remembers either.
-        self.env._generate_unique_id = lambda source_name: next(_NUMBERS)
         names = [ConstantSource(f"size_{place}") for place, _ in enumerate(hints)]
         make = self.env.create_symbol
         self._symbols = [
@@ -93,6 +86,11 @@ def evaluation(count: int, holds: Sequence[str], numbers: Sequence[str]) -> Eval
     code = f"lambda {names}: [{', '.join(numbers)}] if {every} else None"
     evaluated = eval(code, dict(SYMPY_INTERP))
     return lambda sizes: evaluated(*sizes)
+
+
+def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
+    """Those that `torch._dynamo.mark_dynamic` was called for. Since 2.0."""
+    return frozenset(getattr(tensor, "_dynamo_dynamic_indices", ()))
 
 
 def expression_of(number: Any) -> Any:
@@ -169,8 +167,11 @@ _SIZED_LIKE = {
 
 @contextmanager
 def results_sized() -> Generator[None]:
-    """Inside, every op says of sizes in symbols what its results look like."""
+    """Inside, every op says of sizes in symbols what its results look like, and asks of none which library would be
+    faster."""
     with ExitStack() as stack:
+        stack.enter_context(onednn_off())
+        stack.enter_context(torch.backends.nnpack.flags(enabled=False))
         for names, made in _SIZED_LIKE.items():
             for name in names.split():
                 op = getattr(torch.ops.aten, name).default
@@ -181,13 +182,15 @@ def results_sized() -> Generator[None]:
 @contextmanager
 def symbolic_sizes() -> Generator[None]:
     """Inside, passes may be given graphs whose sizes are symbols. These can be keys: numbers that are computed alike
-    are the same, and all others differ, whatever they count as. torch gives them no hash, since two that are equal for
-    some sizes are told apart by it: not for a user's code, which may mean something by that.
+    are the same, and all others differ, whatever they count as, those of another graph's sizes too, which may have the
+    names of this one's, or have turned out to be always the same. torch gives them no hash, since two that are equal
+    for some sizes are told apart by it: not for a user's code, which may mean something by that.
 
     Some ops take symbols only where torch's kernels in Python come first: `enable_python_dispatcher` since 2.0."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    hashed = lambda number: hash(("a size", number.node.expr))  # a plain number's is never its
+    # A plain number's is never its; what remembers it keeps its sizes.
+    hashed = lambda number: hash(("a size", number.node.expr, id(number.node.shape_env)))
     with (
         replaced_attribute(torch.SymInt, "__hash__", hashed),
         replaced_attribute(torch.SymFloat, "__hash__", hashed),

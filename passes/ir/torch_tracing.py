@@ -259,20 +259,6 @@ def full_precision_backward() -> AbstractContextManager[None]:
     return config.patch(backward_pass_autocast="off") if known else nullcontext()
 
 
-@contextmanager
-def onednn_off() -> Generator[None]:
-    """Recurrent layers are traced to products, not to one oneDNN op whose backward cannot be called.
-
-    `torch.backends.mkldnn.flags` sets unrelated flags as well, and warns. Since torch 1.13.
-    """
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
 def grouped_mm_functions() -> list[Any]:
     """What a TorchFunctionMode sees of a grouped product: `torch._grouped_mm`, which `F.grouped_mm` (2.10) calls, and
     its op. Since torch 2.8; none before."""

@@ -99,14 +99,14 @@ def refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
         return "takes no mask beside is_causal"
     if case.is_causal and case.s != case.t and not row.causal_unequal:
         return "aligns a causal mask of unequal lengths at the bottom right"
-    if min(case.s, case.t) < row.least_length:
+    if case.s < row.least_length or case.t < row.least_length:
         return f"needs {row.least_length} queries and keys"
     if row.equal_heads and case.d != case.e:
         return "needs v to have the head size of q"
     head = padded_head(row, max(case.d, case.e))
     if row.largest_head is not None and head > row.largest_head:
         return f"has no head size above {row.largest_head}"
-    if row.largest_grid is not None and max(case.b, case.h) > row.largest_grid:
+    if row.largest_grid is not None and (case.b > row.largest_grid or case.h > row.largest_grid):
         return f"has no batch or number of heads above {row.largest_grid}"
     return None
 

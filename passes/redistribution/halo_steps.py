@@ -174,7 +174,7 @@ def halo_reduce(site: HaloSite, x: fx.Node) -> fx.Node:
     """My part of the sum: my own summand, and those of others that reach into it."""
     arrived, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
     ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in arrived)})
-    runs = [_sum_of(site, arrived, (lo, hi), x) for lo, hi in itertools.pairwise(ends)]
+    runs = [_sum_of(site, arrived, (lo, hi), x) for lo, hi in itertools.pairwise(ends) if lo < hi]
     return site.emit.cat(runs, dim) if runs else site.emit.empty(x, shape)
 
 

@@ -19,10 +19,10 @@ from passes.search.corrected_rows import Held, corrected, held_besides, kinds_wi
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
 from passes.search.judged_choice import overlaps_of
-from passes.search.known_layouts import known_layouts, same_layouts
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
+from passes.search.search_start import same_layouts
 from passes.search.started_alone import started, started_alone, unpaid_starts
 from passes.search.state_columns import Columns
 from passes.search.step_kinds import CLOSE, PhaseOverlap
@@ -78,7 +78,6 @@ class OfferedStates:
 
     prices: Prices
     boundary: Boundary
-    known: Assignment
     narrowing: Narrowing | None
     levels: Iterator[Offers]
     overlaps: Sequence[PhaseOverlap]
@@ -92,14 +91,13 @@ class OfferedStates:
         joint: JointGraph,
         prices: Prices,
         boundary: Boundary,
-        known: Assignment,
         *,
         narrowing: Narrowing | None = None,
         pinned: Collection[str] | None = None,
         overlaps: Sequence[PhaseOverlap] | None = None,
     ) -> Self:
-        """known: layouts of a good plan of `joint`; overlaps: that it has, None where no timeline says. pinned: the
-        ops that are computed again, and no others; None: any may be.
+        """overlaps: of a good plan of `joint`, None where no timeline says. pinned: the ops that are computed again,
+        and no others; None: any may be.
 
         Copies live as long as the backward of the part of the forward that they are of (`passes.states.offers`):
         small parts first, then twice as large ones, as then less is kept.
@@ -110,7 +108,7 @@ class OfferedStates:
         else:
             levels = (offered(usual, kept, prices.traffic) for kept in _coarser(places(usual)))
         overlaps = overlaps or first_overlaps(prices.overlap_efficiency)
-        return cls(prices, boundary, known, narrowing, levels, overlaps)
+        return cls(prices, boundary, narrowing, levels, overlaps)
 
     def correct(self, states: States, phases: Sequence[float], held: Held) -> None:
         """Count from here on as the program of `states` is, whose phases take so long and whose ops hold so much. What
@@ -128,21 +126,21 @@ class OfferedStates:
         room: int,
         limit: tuple[int, int],
         deadline: Deadline,
-        prove: bool = True,
+        gap: float = ENOUGH,
         known: float = math.inf,
     ) -> States:
         """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
 
         limit: what an error says instead: the memory limit of the program, and what of it every plan needs besides.
-        prove: whether other layouts are looked for than are known so far; known: seconds of a plan that has to be
-        bettered, so that it is enough to prove that there are none. Raises NoStates.
+        gap: to the bound, at which they are good enough. known: seconds of a plan that has to be bettered, so that it
+        is enough to prove that there are none. Raises NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
         for number, level in enumerate(self._offered(deadline)):
             reason = level.refused(room)
             if reason is None:
                 try:
-                    return replace(level.find(room, deadline, prove, known), level=number)
+                    return replace(level.find(room, deadline, gap, known), level=number)
                 except Infeasible as found:
                     reason = level.reason = found
             if reason.kind != "memory":
@@ -159,7 +157,7 @@ class OfferedStates:
             space = build_offered(
                 offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
             )
-            level = _Level.of(offers, space, self.prices, self.known, self.overlaps)
+            level = _Level.of(offers, space, self.prices, self.overlaps)
             if self._built:
                 level.correct(self._built[0].overlaps, self.starts, self.besides)
             self._built.append(level)
@@ -180,17 +178,9 @@ class _Level:
     reason: Infeasible | None = None
 
     @staticmethod
-    def of(
-        offers: Offers,
-        space: SearchSpace,
-        prices: Prices,
-        known: Assignment,
-        overlaps: Sequence[PhaseOverlap],
-    ) -> _Level:
-        problem, kinds = with_parts(space.problem), kinds_with_parts(space.kinds(overlaps))
-        keep = known_layouts(offers, space, known)
-        keep += [{0} for _ in problem.node_costs[len(keep) :]]
-        return _Level(offers, space, Columns(problem, kinds, keep), prices, overlaps)
+    def of(offers: Offers, space: SearchSpace, prices: Prices, overlaps: Sequence[PhaseOverlap]) -> _Level:
+        columns = Columns(with_parts(space.problem), kinds_with_parts(space.kinds(overlaps)))
+        return _Level(offers, space, columns, prices, overlaps)
 
     @property
     def extra(self) -> float:
@@ -241,14 +231,11 @@ class _Level:
         known = self.reason
         return known if known is not None and known.kind == "memory" and known.bound > room else None
 
-    def find(self, room: int, deadline: Deadline, prove: bool, known: float) -> States:
+    def find(self, room: int, deadline: Deadline, gap: float, known: float) -> States:
         """Raises Infeasible, of bytes as they are counted."""
         seconds, limit = min(deadline.left, _LONGEST), room + self.raised
         try:
-            if prove:
-                found = self.columns.proven(limit, seconds, ENOUGH, known - self.extra)
-            else:
-                found = self.columns.fitting(limit, seconds, ENOUGH)
+            found = self.columns.find(limit, seconds, gap, known - self.extra)
         except Infeasible as reason:
             own = [node for node in reason.nodes if node < len(self.space.names)]
             raise Infeasible(reason.kind, own, reason.bound - self.raised, reason.step) from None

@@ -21,10 +21,9 @@ import numpy as np
 
 from passes.search.cost_kinds import CostKinds, recombined
 from passes.search.planes import Plane, Point, charged, highest_point
-from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
-from passes.solver.problem import Infeasible, Problem, Solution
+from passes.solver.problem import Problem, Solution
 from passes.solver.solve import ROUNDING, mixed, restricted, solve
 from passes.solver.tables import Tables
 
@@ -120,7 +119,8 @@ class CuttingPlanes:
         point: Point | None = self.bound_at if found is None else found[1]
         if found is not None and self.mixes and len(self.planes) > 1:
             self.highest, point = self._of_mixes(found)
-        for _ in range(ROUNDS):
+        weighs = self.kinds.hides() or not self.rows_inside
+        for _ in range(ROUNDS if weighs else 1):
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
                 break
@@ -264,37 +264,3 @@ class CuttingPlanes:
         found = solve(self._weighted(self.bound_at), time_limit=self._left())
         self.bound = max(self.bound, found.lower_bound)
         self.offer(found.choice)
-
-
-class TiedPlanes(CuttingPlanes):
-    """The best choice within a memory limit of those in which equal layers choose alike, and mixes of such choices.
-
-    Every problem is solved with one node for all that are alike (`passes.solver.alike`), so a deep model takes as long
-    as one of a few layers. Where some layers have to be unlike others for the best use of a limit, the best mix of all
-    choices is taken in the end. What is bounded are such choices alone.
-    """
-
-    def __init__(
-        self, problem: Problem, kinds: CostKinds, ties: Ties, deadline: float, relative_gap: float
-    ) -> None:
-        super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
-        self.ties = ties
-
-    def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
-        """Raises Infeasible if no choice fits, tied or not, or none was found."""
-        super().run(hear)
-        choices = list(dict.fromkeys(self.found))
-        self._offer_mix(choices, 2.0 * self._mix_seconds())
-        if not self.choice:
-            raise Infeasible("time")
-
-    def _solved(self, inner: Problem, gap: float) -> Solution:
-        found = solve(self.ties.problem(inner), time_limit=self._left(), relative_gap=gap)
-        choice = self.ties.expanded(found.choice)
-        return Solution(choice, found.cost, found.lower_bound, found.gap, found.status)
-
-    def _mix(self) -> None:
-        """Once, at the end."""
-
-    def _with_rows(self) -> None:
-        """What fits at no price may fit as a mix."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from passes.layout.assignment import Assignment, NodeLayouts
-from passes.search.known_layouts import same_layouts
 from passes.search.search_space import SearchSpace
 
 
@@ -43,3 +42,8 @@ class SearchStart:
 
 COLD = SearchStart()
 """Nothing is known."""
+
+
+def same_layouts(one: NodeLayouts, other: NodeLayouts) -> bool:
+    """Whether two strategies have the same layouts, whatever is stored for them."""
+    return (one.operands, one.results, one.splits) == (other.operands, other.results, other.splits)

@@ -1,248 +1,174 @@
-"""The search within a memory limit where states are offered: few strategies of every node, and what a price brings.
+"""The search within a memory limit where states are offered: what prices of memory bring, and the best mix of it.
 
-Most of what a limit asks for are states, not layouts. So a problem with the layouts of a known plan, and all states, is
-solved with its memory rows; it is small. What a byte is worth there, at every row, is a price for the whole problem:
-its least cost under prices bounds every choice that fits, and where it is lower than what was found, its strategies
-join the small problem [Dantzig and Wolfe 1960].
+All layouts in all states, with a row of memory for each step, are too much for one program. Under prices of memory
+there are no rows: the least cost of the whole problem bounds every choice that fits, and its choice brings a strategy
+of every node, a column [Dantzig and Wolfe 1960]. Of what was brought the best choice that fits is searched with all
+rows, which is a small problem. What a byte is worth there, at every row, is the next price:
 
-    least cost + prices . (use - room)        is known for one room, so for all rooms
+    prices -> the fastest choice under them -> its strategies -> the best mix within the rows -> prices
+
+Where layers are many, choices in which equal ones are alike are brought first: one node stands for all that are alike.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from passes.search.cost_kinds import CostKinds
-from passes.search.overlapped import CuttingPlanes, TiedPlanes
-from passes.search.planes import Point, charged
+from passes.search.judged_choice import Choice
+from passes.search.overlapped import CuttingPlanes
 from passes.solver.alike import Ties
-from passes.solver.explain_infeasible import least_usage, live_nodes
+from passes.solver.explain_infeasible import several_rows
 from passes.solver.graph import Graph
 from passes.solver.problem import Infeasible, Problem, Solution
-from passes.solver.solve import ROUNDING, restricted, solve
+from passes.solver.solve import restricted, solve
 from passes.solver.tables import Tables
 
-ROUNDS = 6
-"""How often strategies may join before a problem without any choice that fits is solved as a whole."""
-PROVING = 3
-"""How often strategies may join for a better choice."""
-WORTH = 1e-3
-"""Share of the cost by which that must be better for another time."""
+FIRST, ROUNDS = 12, 8
+"""How often strategies are brought before a choice fits, and for a better one, at most."""
+COARSE, FINE = 0.5, 0.2
+"""Share of the whole gap that a mix may leave: while strategies are brought, where prices matter, and of the last."""
+WORTH, PATIENCE = 0.25, 2
+"""Of the gap that is asked for, what a round must close to have been worth it, and how many in a row may not be."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
-LARGE = 2_000_000
-"""Edge entries beyond which a first choice of the small problem takes long, and its layouts are far from what fits."""
-MANY, TIED = 0.5, 0.75
-"""Share of all nodes that may be of kinds of their own for layers to be taken alike first, and of the time for that."""
-EXPENSIVE = (1.0, 30.0)
-"""Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
-
-
-_Fitting = tuple[tuple[int, ...], Point]
-"""A choice that fits, and where the bound was highest."""
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """No choice that fits a room of r takes less than base - slope * r."""
-
-    base: float
-    slope: float
+LARGE, MANY = 2_000_000, 0.5
+"""Edge entries beyond which layers are taken alike first, and share of all nodes that may be of kinds of their own."""
 
 
 @dataclass
 class Columns:
-    """problem: without a limit, which is of a search. keep: per node the positions of the strategies that are in the
-    small problem, one at least; more join with every search."""
+    """problem: without a limit, which is of a search. seen: choices of all searches, which bring their strategies.
+    prices: that were good last, by row."""
 
     problem: Problem
     kinds: CostKinds
-    keep: list[set[int]]
-    _bounds: list[_Bound] = field(default_factory=list)
-    _known: tuple[int, ...] | None = None
-    _shares: Point | None = None
-    _worth: Point | None = None
-    _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
-    _tied: dict[float, _Fitting | None] = field(default_factory=dict[float, _Fitting | None])
-    _seen: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    seen: list[Choice] = field(default_factory=list[Choice])
+    prices: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def corrected(self, problem: Problem, kinds: CostKinds) -> Columns:
-        """With other rows, and other paths through a step. What is known of strategies and choices stays, of bounds
-        nothing."""
-        return replace(self, problem=problem, kinds=kinds, _bounds=[], _shares=None, _tied={})
+        """With other rows, and other paths through a step. What is known of choices and prices is where to start."""
+        return replace(self, problem=problem, kinds=kinds)
 
     def worth(self, room: float) -> float:
         """Seconds that a unit more of room would save, by the prices that were the best last."""
-        return sum(self._worth.prices.values()) / room if self._worth is not None else 0.0
+        return sum(self.prices.values()) / room
 
-    def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
-        """The best choice that fits of those in which equal layers are alike, where there are many; else of the small
-        problem, with what is known of the whole. Raises Infeasible."""
-        deadline = time.monotonic() + time_limit
-        choice, _ = self._alike(room, deadline, gap) or self._small(room, deadline, gap)
-        return self._solution(choice, room)
-
-    def proven(self, room: float, time_limit: float, gap: float, known: float = math.inf) -> Solution:
-        """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more, or the
-        bound is `known`: what is faster is looked for. A small problem is solved as a whole, to the end. Raises
-        Infeasible."""
-        deadline = time.monotonic() + time_limit
-        if self._is_small:
-            return self._whole(room, deadline, 0.0).solution()
-        alike = self._alike(room, deadline, gap)
-        if self._worth is not None and (alike is not None or known < math.inf):
-            # Prices that were good before, at another room or overlap, may say at once that nothing is as fast. What
-            # they bring is worth having.
-            self._priced(self._worth, room, deadline, gap)
-            if self._known is not None and self._fits(self._known, room):
-                found = self._solution(self._known, room)
-                if self._bound(room) >= known or (alike is not None and found.gap <= gap):
-                    return found
-        choice, point = self._small(room, deadline, gap)
-        found = self._solution(choice, room)
-        for _ in range(PROVING):
-            if found.gap <= max(gap, ROUNDING) or time.monotonic() >= deadline:
-                break
-            brought = self._priced(point, room, deadline, gap)
-            if not brought or self._bound(room) >= known:
-                return self._solution(choice, room)
-            before, (choice, point) = found.cost, self._small(room, deadline, gap)
-            found = self._solution(choice, room)
-            if found.cost > before * (1.0 - WORTH):
-                break
-        return found
-
-    def _alike(self, room: float, deadline: float, gap: float) -> _Fitting | None:
-        """None where layers are few, or no such choice fits."""
-        if not self._layers_are_many:
-            return None
-        if room not in self._tied:
-            until = time.monotonic() + TIED * (deadline - time.monotonic())
-            search = TiedPlanes(replace(self.problem, limit=room), self.kinds, self._ties, until, gap)
-            for choice in self._seen:
-                search.add(choice)
-            self._tied[room] = None
-            with suppress(Infeasible):
-                search.run()
-                self._add(search.choice)
-                self._tied[room] = search.choice, search.bound_at
-                self._worth = search.bound_at
-            self._seen = list(dict.fromkeys(search.found))
-        found = self._tied[room]
-        if found is None:
-            return None
-        self._offer(found[0], room)
-        assert self._known is not None
-        return self._known, found[1]
-
-    @property
-    def _layers_are_many(self) -> bool:
-        return self._entries > LARGE and self._ties.kinds < MANY * len(self.problem.node_costs)
-
-    @cached_property
-    def _ties(self) -> Ties:
-        return Ties.among(self.problem)
-
-    def _small(self, room: float, deadline: float, gap: float) -> _Fitting:
-        for _ in range(ROUNDS):
-            keep = [sorted(kept) for kept in self.keep]
-            small = restricted(replace(self.problem, limit=room), dict(enumerate(keep)))
-            search = CuttingPlanes(small, self.kinds, deadline, True, gap / 2)
-            search.bound_at = self._shares or search.bound_at
-            if self._known is not None:
-                search.offer([kept.index(a) for kept, a in zip(keep, self._known, strict=True)])
-            try:
-                search.run()
-            except Infeasible as reason:
-                if self._join(reason, room, deadline):
-                    continue
-                break
-            self._known = tuple(kept[a] for kept, a in zip(keep, search.choice, strict=True))
-            self._shares = search.bound_at
-            self._worth = replace(search.bound_at, prices=search.worth)
-            return self._known, self._worth
-        # In large problems, what no mix of the leanest choices fits is taken to have no plan: a search with all rows
-        # would not end.
-        if not self._is_small:
-            raise self._last
-        search = self._whole(room, deadline, gap)
-        return search.choice, replace(search.bound_at, prices=search.worth)
-
-    @property
-    def _is_small(self) -> bool:
-        return self._entries <= SMALL
+    def find(self, room: float, time_limit: float, gap: float, known: float = math.inf) -> Solution:
+        """The best choice that fits, until it is within `gap` of the bound, the bound is `known`, as what is faster is
+        looked for, or what is brought makes little better. A small problem is solved to the end. Raises Infeasible."""
+        problem, deadline = replace(self.problem, limit=room), time.monotonic() + time_limit
+        if self._entries <= SMALL:
+            search = CuttingPlanes(problem, self.kinds, deadline, True, 0.0)
+            for choice in self.seen:
+                search.offer(choice)
+            search.run()
+            self.prices = search.worth
+        else:
+            search = _Generation(problem, self.kinds, self._ties, deadline, gap)
+            search.generate(self.seen, self.prices, known)
+            self.prices = search.prices
+        self.seen = list(dict.fromkeys([*search.found, search.choice]))
+        return search.solution()
 
     @cached_property
     def _entries(self) -> int:
         return sum(matrix.size for matrix in self.problem.edge_costs)
 
-    def _whole(self, room: float, deadline: float, gap: float) -> CuttingPlanes:
-        """The whole problem with its rows. Raises Infeasible."""
-        search = CuttingPlanes(replace(self.problem, limit=room), self.kinds, deadline, True, gap)
-        if self._known is not None:
-            search.offer(self._known)
-        search.run()
-        self._add(search.choice)
-        self._known = search.choice
-        return search
+    @cached_property
+    def _ties(self) -> Ties | None:
+        """None where layers are few."""
+        if self._entries <= LARGE:
+            return None
+        ties = Ties.among(self.problem)
+        return ties if ties.kinds < MANY * len(self.problem.node_costs) else None
 
-    def _join(self, reason: Infeasible, room: float, deadline: float) -> bool:
-        """Strategies of choices with less memory; False if all are known. Raises Infeasible if none would fit."""
-        self._last = reason
-        first = Point.first(self.kinds.paths)
-        if reason.kind == "time":
-            raise reason
-        if reason.kind == "edges":
-            return self._priced(first, room, deadline, 0.0)
-        problem = replace(self.problem, limit=room)
-        row = int(problem.steps.searchsorted(reason.step))
-        usage, choice = least_usage(problem, Graph.of(problem, Tables()), row, deadline)
-        if usage > room:
-            raise Infeasible("memory", live_nodes(problem, row, choice), usage, reason.step)
-        new = self._add(choice)
-        self._offer(choice, room)
-        scale = self.kinds.seconds(self.problem, choice)
-        for price in EXPENSIVE:
-            new |= self._priced(replace(first, prices={row: price * scale}), room, deadline, 0.01)
-        return new
 
-    def _priced(self, point: Point, room: float, deadline: float, gap: float) -> bool:
-        """The whole problem under prices: a bound for all rooms, and strategies that join; False if all are known."""
-        weighted = self.kinds.weighted(replace(self.problem, limit=room), point.weights(self.kinds.paths))
-        left = max(deadline - time.monotonic(), 1.0)
-        inner = charged(weighted, point.prices)
-        found = solve(inner, time_limit=left, relative_gap=gap / 2, warm=self._known)
-        self._bounds.append(_Bound(found.lower_bound, sum(point.prices.values()) / room))
-        self._offer(found.choice, room)
-        return self._add(found.choice)
+class _Generation(CuttingPlanes):
+    """ties: by which layers are alike; None: no longer, or never. Nothing is proven while there are any. prices: of the
+    last mix."""
 
-    def _offer(self, choice: Sequence[int], room: float) -> None:
-        """A choice that fits, to start from: of a large problem the rows alone may find none in time."""
-        problem = replace(self.problem, limit=room)
-        fitting = [one for one in (self._known, choice) if one is not None and problem.fits(one)]
-        if fitting:
-            best = min(fitting, key=lambda one: self.kinds.seconds(problem, one))
-            self._known = tuple(int(a) for a in best)
+    def __init__(
+        self, problem: Problem, kinds: CostKinds, ties: Ties | None, deadline: float, relative_gap: float
+    ) -> None:
+        super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
+        self.ties = ties
+        self.prices: Mapping[int, float] = {}
 
-    def _fits(self, choice: Sequence[int], room: float) -> bool:
-        return replace(self.problem, limit=room).fits(choice)
+    def generate(self, seen: Iterable[Choice], prices: Mapping[int, float], known: float) -> None:
+        """seen, prices: of searches before. Raises Infeasible if no choice fits, or none was found."""
+        for choice in seen:
+            self.add(choice)
+        self.prices = prices
+        if prices:
+            self._brings()
+        self._mix()
+        self._until_one_fits()
+        waited = 0
+        for _ in range(ROUNDS):
+            before = self.cost - self.bound
+            self._mixed(COARSE)
+            if self._ends(known) or not self._brings() or self._ends(known):
+                break
+            closed = before - (self.cost - self.bound)
+            waited = 0 if closed > WORTH * self.relative_gap * self.cost else waited + 1
+            if waited >= PATIENCE:
+                break
+        if self.ties is not None:
+            self.ties, self.bound = None, -math.inf
+            self._brings()
+        if not self._ends(known):
+            self._mixed(FINE)
 
-    def _add(self, choice: Sequence[int]) -> bool:
-        new = [a not in kept for kept, a in zip(self.keep, choice, strict=True)]
-        for kept, a in zip(self.keep, choice, strict=True):
-            kept.add(int(a))
-        return any(new)
+    def _ends(self, known: float) -> bool:
+        proven = self.ties is None and (self._gap() <= self.relative_gap or self.bound >= known)
+        return proven or time.monotonic() >= self.deadline
 
-    def _bound(self, room: float) -> float:
-        return max((b.base - b.slope * room for b in self._bounds), default=0.0)
+    def _until_one_fits(self) -> None:
+        point = self._next() if self.found and not self.choice else self.bound_at
+        for _ in range(FIRST):
+            late = time.monotonic() >= self.deadline
+            if self.choice or point is None or late:
+                break
+            self._solve_at(point)
+            point = self._next()
+        if not self.choice and time.monotonic() >= self.deadline:
+            raise Infeasible("time")
+        if not self.choice:
+            raise several_rows(self.problem, Graph.of(self.problem, Tables()), self.deadline)
 
-    def _solution(self, choice: tuple[int, ...], room: float) -> Solution:
-        cost = self.kinds.seconds(self.problem, choice)
-        bound = min(cost, self._bound(room))
-        gap = (cost - bound) / max(abs(cost), 1e-300)
-        return Solution(choice, cost, bound, gap, "optimal" if gap <= ROUNDING else "feasible")
+    def _brings(self) -> bool:
+        """Whether the whole problem, solved at the last prices and where planes are highest, brings a choice that was
+        not known."""
+        known = len(set(self.found))
+        if self.prices:
+            self._solve_at(replace(self.bound_at, prices=self.prices))
+        point = self._next()
+        if point is not None and time.monotonic() < self.deadline:
+            self._solve_at(point)
+        return len(set(self.found)) > known
+
+    def _mixed(self, share: float) -> None:
+        """Takes the best choice of what was brought, with all rows, and what a byte is worth there."""
+        keep = [sorted(set(some)) for some in zip(*self.found, self.choice, strict=True)]
+        small = restricted(self._weighted(self.bound_at), dict(enumerate(keep)))
+        gap = max(self.relative_gap / 2, share * min(self._gap(), 1.0))
+        warm = [kept.index(a) for kept, a in zip(keep, self.choice, strict=True)]
+        found = solve(small, time_limit=self._left(), relative_gap=gap, warm=warm)
+        self.prices = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
+        self.add(tuple(kept[a] for kept, a in zip(keep, found.choice, strict=True)))
+
+    def _mix(self) -> None:
+        """Before one fits: of all that was brought."""
+        if not self.choice:
+            self._offer_mix(list(dict.fromkeys(self.found)), self._mix_seconds())
+
+    def _solved(self, inner: Problem, gap: float) -> Solution:
+        if self.ties is None:
+            return super()._solved(inner, gap)
+        found = solve(self.ties.problem(inner), time_limit=self._left(), relative_gap=gap)
+        return replace(found, choice=self.ties.expanded(found.choice))

@@ -64,6 +64,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "memory text": ({"memory_limit": "70 gigs"}, "70 gigs"),
     "memory": ({"memory_limit": 100}, "memory"),
     "refine": ({"refine": "always"}, "refine is 'always'"),
+    "no set of sizes": ({"dynamic": "batch"}, "dynamic is 'batch'"),
+    "a size without a name": ({"dynamic": {"rows"}}, "a name in dynamic is 'rows'"),
+    "a size of images": ({"dynamic": {"height"}}, "dynamic names 'height', and no tensor of the call has it"),
     "schedules": ({"stages": "x", "schedule": ["gpipe"]}, "schedule is ['gpipe']"),
 }
 
@@ -88,7 +91,7 @@ def test_wrong_arguments(ranks: RankPool) -> None:
             assert message in texts[name]
 
 
-@pytest.mark.parametrize("name", [n for n in ARGUMENTS if n != "no such backend"])
+@pytest.mark.parametrize("name", [n for n, (o, _) in ARGUMENTS.items() if not {"dynamic", "backend"} & {*o}])
 def test_the_search_alone_refuses_them_too(name: str) -> None:
     options, message = ARGUMENTS[name]
     with pytest.raises(AutoshardError) as caught:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config
 
 from passes.compile import compile_graph as compiling
 from passes.compile.compile_graph import compile_graph
@@ -54,7 +55,7 @@ def test_what_decides_the_code_is_in_its_name(monkeypatch: pytest.MonkeyPatch) -
         scaled(serves="w"),
     ]
     names = [code_name(graph) for graph in graphs]
-    with torch._inductor.config.patch({"cpp.threads": 7}):  # pyright: ignore[reportPrivateImportUsage]
+    with config.patch({"cpp.threads": 7}):
         names.append(code_name(graphs[0]))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     names.append(code_name(graphs[0]))

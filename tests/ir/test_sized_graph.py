@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.sized_graph import SizedJoint, alike
-from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, evaluation
+from passes.ir.torch_sizes import SizesLost, SizeSymbols, SymbolicShapes, evaluation, symbolic_sizes
 
 WIDTH, WORDS = 8, 16
 Sizes = tuple[int, int]
@@ -88,6 +89,40 @@ class Conv(nn.Module):
         return F.silu(self.conv(x)).mean()
 
 
+class Resizing(nn.Module):
+    """Half the size and back, over images [b, 3, t, t + 2]."""
+
+    def __init__(self, **to: float) -> None:
+        super().__init__()
+        self.down, self.to = nn.Conv2d(3, 4, 3, 2, padding=1), to
+
+    def forward(self, x: Tensor) -> Tensor:
+        to: dict[str, Any] = self.to or {"size": x.shape[2:]}
+        return F.interpolate(self.down(x), mode="bilinear", **to)[..., 1:-1].mean()
+
+
+class Masked(nn.Module):
+    """Attention whose mask shows the keys that `seen` says."""
+
+    def __init__(self, seen: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.seen = nn.Linear(WIDTH, WIDTH), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, place = self.mix(x).unsqueeze(1), torch.arange(x.shape[1])
+        mask = self.seen(place.unsqueeze(1), place)
+        return F.scaled_dot_product_attention(x, x, x, mask).mean()
+
+
+def causal() -> nn.Module:
+    return Masked(lambda query, key: key <= query)
+
+
+def near() -> nn.Module:
+    """Keys up to three before a query: all of them in short sequences."""
+    return Masked(lambda query, key: (key <= query) & (key > query - 20))
+
+
 def words(size: Sizes) -> Tensor:
     return torch.randint(0, WORDS, size)
 
@@ -113,6 +148,10 @@ def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
         (Experts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (SortedExperts, rows, [(4, 4), (2, 7)], [(1, 4)]),
         (Branch, rows, [(6, 5), (5, 3)], [(4, 5), (2, 5)]),
+        (Resizing, images, [(5, 9), (17, 12)], [(3, 2)]),
+        (lambda: Resizing(scale_factor=1.5), images, [(3, 12)], []),
+        (causal, rows, [(5, 7), (2, 300)], [(5, 1), (5, 1025)]),
+        (near, rows, [(5, 7), (2, 16)], [(5, 1), (5, 19), (2, 21)]),
     ],
 )
 def test_at_other_sizes_it_is_what_a_capture_gives(
@@ -122,12 +161,13 @@ def test_at_other_sizes_it_is_what_a_capture_gives(
     others: list[Sizes],
 ) -> None:
     model, first = make(), batch((6, 10))
-    sizes = symbolic(first.shape, 2)
-    sized = SizedJoint(sizes.symbols, 2, canonical_capture(model, (first,), {}, sizes=sizes).joint)
+    count = first.ndim - (batch is rows)
+    sizes = symbolic(first.shape, count)
+    sized = SizedJoint(sizes.symbols, count, canonical_capture(model, (first,), {}, sizes=sizes).joint)
     for size in serves:
-        found = sized.at(size)
+        found = sized.at(batch(size).shape[:count])
         assert found is not None and alike(found, canonical_capture(model, (batch(size),), {}).joint), size
-    assert [sized.at(size) for size in others] == [None] * len(others)
+    assert [sized.at(batch(size).shape[:count]) for size in others] == [None] * len(others)
 
 
 def test_a_size_that_the_model_fixes_is_a_guard() -> None:
@@ -168,7 +208,10 @@ def test_what_holds_is_a_list_of_conditions() -> None:
     assert [double([size]) for size in (1, 3, 4, 5)] == [None, [6], None, None]
 
 
-def test_no_symbol_is_that_of_another_graph() -> None:
-    """Caches take two that have one name for the same."""
-    names = [str(size) for _ in range(80) for size in SizeSymbols([4, 6]).sizes]
-    assert len(set(names)) == len(names)
+def test_no_size_is_that_of_another_graph() -> None:
+    """Whatever remembers either would take it for the other: of one name, or always the same."""
+    one, two = (SizeSymbols([4, 6]).sizes for _ in range(2))
+    with symbolic_sizes():
+        assert one[0] == 4 and two[0] == 4  # which is noted of both
+        assert str(one[1]) == str(two[1])
+        assert {*one, *one} == set(one) and not {*one} & {*two} and 4 not in {*one}

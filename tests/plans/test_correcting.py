@@ -40,7 +40,7 @@ class Machine:
     programs: int = 0
 
     def find(
-        self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool, known: float = math.inf
+        self, *, room: int, limit: tuple[int, int], deadline: Deadline, gap: float, known: float = math.inf
     ) -> States:
         counted = room - self.besides
         self.counted.append(counted)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard import MeshSpec, Plan, PlanError, ShardingError, find_plan
+from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan
 from tests.plans.test_crossovers import COMPUTE, SIDE, START, Product, profile
 from tests.profiles import slow_compute
 
@@ -109,3 +109,18 @@ def test_a_model_that_has_changed_is_said() -> None:
     model.up.weight.requires_grad_(True)
     with torch.no_grad():  # gradients are as when it was found
         assert plan.step_time_at(batch=8) == plan.step_time
+
+
+def test_a_plan_fits_at_the_largest_size_asked() -> None:
+    """Of a row every rank computes all; of many that is four times what a rank of rows split holds."""
+    given = (torch.zeros(1, 1, 64),)
+    free = found(given)
+    most = free.memory_at(sequence=512)
+    asked = {"sequence": (1, 512)}
+    assert found(given, memory_limit=most + free.reserve, sizes=asked).parameters == free.parameters
+    tight = found(given, memory_limit=most // 2, sizes=asked)
+    assert tight.memory_limit == most // 2 and tight.memory_at(sequence=512) <= most // 2
+    with pytest.raises(InfeasibleError, match="at sequence 512: no plan"):
+        found(given, memory_limit=most // 8, sizes=asked)
+    with pytest.raises(ShardingError, match="sizes is 512"):
+        found(given, sizes=512)

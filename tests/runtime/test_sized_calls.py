@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import mark_dynamic
+from torch.distributed.tensor import Shard
 
 import autoshard.runtime.session as sessions
 from autoshard.runtime.session import Session
@@ -54,7 +57,20 @@ class Branching(Attending):
         return super().forward(words) * (2.0 if words.shape[0] > 6 else 1.0)
 
 
-MODELS = {one.__name__: one for one in (Attending, Branching, Counting)}
+class Seeing(nn.Module):
+    """Half the size and back, over one image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.near(x).relu()
+        back = F.interpolate(self.down(x), size=x.shape[2:], mode="bilinear")
+        return (x - back).square().mean()
+
+
+MODELS = {one.__name__: one for one in (Attending, Branching, Counting, Seeing)}
 
 
 def made(name: str) -> nn.Module:
@@ -62,46 +78,66 @@ def made(name: str) -> nn.Module:
     return MODELS[name]().double()
 
 
-def batch(size: tuple[int, int]) -> Tensor:
-    return torch.randint(0, WORDS, size, generator=torch.Generator().manual_seed(sum(size)))
+def batch(size: tuple[int, ...]) -> Tensor:
+    """Words [rows, tokens], or an image [1, 2, height, width]."""
+    generator = torch.Generator().manual_seed(sum(size))
+    if len(size) == 4:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+    return torch.randint(0, WORDS, size, generator=generator)
 
 
 Steps = list[list[Tensor]]
 
 
-def steps(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Steps:
-    """Loss and gradients at each size."""
+Part = Callable[[Tensor], Tensor]
+
+
+def steps(model: nn.Module, sizes: Sequence[tuple[int, ...]], part: Part = lambda x: x) -> Steps:
+    """Loss and gradients at each size. part: what a rank passes."""
     found: Steps = []
     for size in sizes:
         model.zero_grad()
-        loss = model(batch(size))
+        loss = model(part(batch(size)))
         loss.backward()
         found.append([full(loss), *(full(p.grad) for p in model.parameters() if p.grad is not None)])
     return found
 
 
-def parallel_steps(
-    rank: int, name: str, axes: Any, sizes: Sequence[tuple[int, int]], options: dict[str, Any]
-) -> tuple[Steps, int, int]:
-    """(steps, captures, programs for other sizes)."""
-    captures = 0
+@contextmanager
+def counted_captures() -> Generator[list[None]]:
+    """As long as there were captures."""
+    captures: list[None] = []
     capture = sessions.canonical_capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal captures
-        captures += 1
+        captures.append(None)
         return capture(*args, **kwargs)
 
-    sessions.canonical_capture = counted
-    try:
-        model = parallel(made(name), axes, (batch(sizes[0]),), **options)
-        found = steps(model, sizes)
-    finally:
-        sessions.canonical_capture = capture
-    session = Session.of(model)
-    assert session is not None and session.plan is not None
-    said = found, captures, session._sized._programs
-    if rank == 0:  # which searched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "canonical_capture", counted)
+        yield captures
+
+
+def parallel_steps(
+    rank: int, name: str, axes: Any, sizes: Sequence[tuple[int, ...]], options: dict[str, Any]
+) -> tuple[Steps, int, int, int]:
+    """(steps, captures, programs for other sizes, and how many of these before any step)."""
+    with counted_captures() as captures:
+        split = "in_placements" in options
+        part: Part = lambda x: x.chunk(axes[0][1], 2)[rank] if split else x
+        example = part(batch(sizes[0]))
+        if options.pop("marked", False):
+            mark_dynamic(example, [0, 1])
+        model = parallel(made(name), axes, (example,), **options)
+        session = Session.of(model)
+        assert session is not None
+        assert session.plan is not None
+        nodes = session.plan.planned.layouts.values()
+        assert any(one.has_halo for node in nodes for one in (*node.operands, *node.results)) == split
+        at_once = session._sized._programs
+        found = steps(model, sizes, part)
+    said = found, len(captures), session._sized._programs, at_once
+    if rank == 0 and not split:  # which searched
         rows, tokens = sizes[0]
         assert session.plan.step_time_at(batch=rows) == session.plan.step_time
         assert session.plan.memory_at(sequence=4 * tokens) > session.plan.peak_memory
@@ -109,39 +145,92 @@ def parallel_steps(
 
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
+AGAIN = [(8, 6), (4, 9), *[(6, 5)] * 4]
+"""Compiled at the third call of the program for all sizes."""
+IMAGES = [(1, 2, *plane) for plane in ((24, 16), (32, 24), (48, 20), (40, 9), (33, 16), (50, 13))]
 COMPILED = [(8, 6), (4, 9), (6, 5), (6, 5), (2, 7), (10, 3), (5, 4)]
-"""Compiled at the third call of the program for all sizes; then rows of single words, and an uneven size."""
+"""The same; then rows of single words, and an uneven size."""
 UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 7)]
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "sizes", "captures", "programs"),
+    ("name", "world", "sizes", "options", "captures", "programs"),
     [
-        ("Counting", 2, EVEN, 2, 1),
-        pytest.param("Counting", 2, COMPILED, 2, 3, marks=pytest.mark.slow),
-        pytest.param("Attending", 2, COMPILED, 2, 3, marks=pytest.mark.slow),
-        pytest.param("Attending", 2, EVEN, 2, 1, marks=pytest.mark.slow),
-        pytest.param("Attending", 2, UNEVEN, 6, 5, marks=pytest.mark.slow),
-        pytest.param("Attending", 3, UNEVEN, 6, 6, marks=pytest.mark.slow),
-        pytest.param("Branching", 2, EVEN, 4, 2, marks=pytest.mark.slow),
+        ("Counting", 2, EVEN, {}, 2, 1),
+        ("Counting", 2, EVEN[:2], {"dynamic": {"batch", "sequence"}}, 2, 1),
+        pytest.param("Counting", 2, EVEN[:2], {"marked": True}, 2, 1, marks=pytest.mark.slow),
+        pytest.param("Counting", 2, AGAIN, {"backend": "aot_eager"}, 2, 1, marks=pytest.mark.slow),
+        pytest.param(
+            "Counting", 2, COMPILED, {"backend": "inductor", "tune": "off"}, 2, 3, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "Attending", 2, COMPILED, {"backend": "inductor", "tune": "off"}, 2, 3, marks=pytest.mark.slow
+        ),
+        pytest.param("Attending", 2, EVEN, {}, 2, 1, marks=pytest.mark.slow),
+        pytest.param("Attending", 2, UNEVEN, {}, 6, 5, marks=pytest.mark.slow),
+        pytest.param("Attending", 3, UNEVEN[:5], {}, 2, 4, marks=pytest.mark.slow),
+        pytest.param("Seeing", 3, IMAGES, {"in_placements": [Shard(2)]}, 2, 6, marks=pytest.mark.slow),
+        pytest.param("Branching", 2, EVEN, {}, 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_at_every_size(
-    ranks: RankPool, name: str, world: int, sizes: list[tuple[int, int]], captures: int, programs: int
+    ranks: RankPool,
+    name: str,
+    world: int,
+    sizes: list[tuple[int, ...]],
+    options: dict[str, Any],
+    captures: int,
+    programs: int,
 ) -> None:
     wanted = steps(made(name), sizes)
-    for found, captured, made_programs in ranks.run(
+    for found, captured, made_programs, at_once in ranks.run(
         parallel_steps,
         name,
         (("dp", world),),
         sizes,
-        {"backend": "inductor" if sizes is COMPILED else "eager", "tune": "off"},
+        options,
         world=world,
     ):
         for size, got, alone in zip(sizes, found, wanted, strict=True):
             for one, other in zip(got, alone, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"at {size}")
         assert captured <= captures and 0 < made_programs <= programs, (captured, made_programs)
+        assert at_once == (1 if "dynamic" in options or "marked" in options else 0)
+
+
+class Remembering(nn.Module):
+    """Each call adds a word to what it is given in a dict, as a growing cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor, past: dict[str, Tensor]) -> Tensor:
+        past["seen"] = torch.cat([past["seen"], self.words(words)], 1)
+        return self.out(past["seen"].logsumexp(1))
+
+
+@torch.no_grad()
+def remembered(model: nn.Module) -> list[Tensor]:
+    past = {"seen": torch.ones(4, 3, WIDTH, dtype=torch.float64)}
+    found = [model(batch((4, 1)), past) for _ in range(6)]
+    return [*found, past["seen"]]
+
+
+def parallel_memory(rank: int) -> tuple[list[Tensor], int]:
+    torch.manual_seed(3)
+    with counted_captures() as captures:
+        found = remembered(parallel(Remembering().double(), (("dp", 2),), backend="eager"))
+    return found, len(captures)
+
+
+def test_what_grows_at_every_call_is_captured_twice(ranks: RankPool) -> None:
+    torch.manual_seed(3)
+    wanted = remembered(Remembering().double())
+    for found, captures in ranks.run(parallel_memory, world=2):
+        assert captures == 2
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.plan.plan_fits import runnable
 from autoshard.planning import canonical_capture, find_plan
 from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.sized_calls import SizeNames
 from autoshard.runtime.sized_programs import SizedCode
 from cost_model.mesh import MeshSpec
+from passes.ir.size_names import SizeNames
 from passes.ir.sized_graph import SizedJoint, same_nodes
 from passes.ir.torch_sizes import SizeSymbols, evaluation, symbolic_sizes
 from passes.lower.rank_program import RankProgram, rank_program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import is_tuned
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import resolve_pins
-from autoshard.plan.task import search_plan
+from autoshard.plan.task import CallLayouts, search_plan
 from autoshard.runtime import starting, tuning
 from autoshard.runtime.beside import Better, Talk
 from autoshard.runtime.making import Call
 from autoshard.runtime.planner import Planner
+from passes.capture import Captured
 from tests.api.programs import assert_close, data, full, parallel, two_linear
 from tests.ranks import RankPool
 
@@ -49,6 +52,41 @@ def finds(patch: pytest.MonkeyPatch, model: nn.Module, better: Pins) -> None:
         return lambda talk: talk.send(Better(search_plan(task).to_json()))
 
     patch.setattr(starting, "search_beside", search)
+
+
+def starts_poorly(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """By a plan that holds all parameters whole; what is better is left to the search."""
+
+    def quick(planner: Planner, captured: Captured, layouts: CallLayouts, store: Any) -> tuple[Plan, bool]:
+        held = resolve_pins(pins(1, better=False), dict(model.named_parameters()), planner.spec)
+        found = search_plan(planner.task(captured, layouts, held))
+        return replace(found, lower_bound=0.0), False  # of all plans it is not known
+
+    patch.setattr(Planner, "_quick", quick)
+
+
+def searched(rank: int) -> tuple[list[float], float, float]:
+    """Losses, and the predicted steps of the first plan and of the one that the search beside the steps found."""
+    model = two_linear().double()
+    with pytest.MonkeyPatch.context() as patch:
+        starts_poorly(patch, model)
+        patch.setattr(tuning, "SLOWER", 1e9)
+        parallel(model, (("x", 2),), (data()[0].double(),))
+        step = steps_of(model, OPTIMIZERS["adamw"](model.parameters()), accumulated=False)
+        losses = [step(0)]
+        first = model.autoshard_plan
+        while not is_tuned(model):
+            losses.append(step(len(losses)))
+    losses.extend([step(number) for number in range(len(losses), len(losses) + 3)])
+    return losses, first.step_time, model.autoshard_plan.step_time  # type: ignore[union-attr]
+
+
+def test_the_search_beside_the_steps_ends_and_its_plan_takes_over(ranks: RankPool) -> None:
+    for losses, first, now in ranks.run(searched, world=2):
+        alone = two_linear().double()
+        step = steps_of(alone, OPTIMIZERS["adamw"](alone.parameters()), accumulated=False)
+        assert_close(losses, [step(number) for number in range(len(losses))], 1e-12)
+        assert now < 0.98 * first
 
 
 def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: bool) -> Callable[[int], float]:

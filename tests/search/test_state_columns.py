@@ -1,80 +1,79 @@
-"""The search within a room where layers are many: those that are alike first, against brute force."""
+"""The search within a room of what prices bring, with layers alike and without, against brute force."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 
 import passes.search.state_columns as state_columns
 from passes.search.cost_kinds import CostKinds
-from passes.search.overlapped import TiedPlanes
 from passes.search.state_columns import Columns
+from passes.solver.alike import Ties
 from passes.solver.problem import Infeasible, Problem
-from tests.search.test_overlapped import LAYERS, layers_of_kinds
+from tests.search.test_overlapped import random_kinds
 from tests.solver.layered import layered
 
+LAYERS = 6
 
-@pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Every problem is one that is not solved as a whole, and one of many layers; the rooms of those that were."""
+
+def layers_of_kinds(problem: Problem, seed: int, efficiency: float) -> CostKinds:
+    """Those of the first layer, in all."""
+    kinds = random_kinds(problem, seed, efficiency)
+    nodes = [kinds.nodes[node % 2] for node in range(2 * LAYERS)]
+    edges = [kinds.edges[edge % 2] for edge in range(len(problem.edges))]
+    return CostKinds(tuple(nodes), tuple(edges), kinds.count, kinds.paths)
+
+
+@pytest.fixture(params=[0, math.inf], ids=["alike", "apart"])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every problem is one that is not solved as a whole; whether it is one of many layers."""
     monkeypatch.setattr(state_columns, "SMALL", 0)
-    monkeypatch.setattr(state_columns, "LARGE", 0)
+    monkeypatch.setattr(state_columns, "LARGE", request.param)
     monkeypatch.setattr(state_columns, "MANY", 0.6)
-    rooms: list[float] = []
-
-    class Noted(TiedPlanes):
-        def run(self) -> None:
-            assert self.problem.limit is not None
-            rooms.append(self.problem.limit)
-            super().run()
-
-    monkeypatch.setattr(state_columns, "TiedPlanes", Noted)
-    return rooms
+    return request.param == 0
 
 
-def columns(seed: int) -> tuple[Columns, CostKinds, Problem, float]:
-    """Known is one choice, which may not fit; and the room in which to search."""
-    problem = layered(seed, LAYERS)
-    kinds = layers_of_kinds(problem, seed, 0.5)
-    assert problem.limit is not None
-    room = problem.limit
-    return (
-        Columns(replace(problem, limit=None), kinds, [{0} for _ in problem.node_costs]),
-        kinds,
-        problem,
-        room,
-    )
+def least_of(problem: Problem, kinds: CostKinds) -> float:
+    every = itertools.product(range(2), repeat=2 * LAYERS)
+    return min((kinds.seconds(problem, one) for one in every if problem.fits(one)), default=math.inf)
 
 
-@pytest.mark.parametrize("prove", [False, True])
-def test_what_is_found_fits_and_no_bound_is_above_the_best(large: list[float], prove: bool) -> None:
-    for seed in range(16):
-        found, kinds, problem, room = columns(seed)
-        every = itertools.product(range(2), repeat=2 * LAYERS)
-        least = min((kinds.seconds(problem, one) for one in every if problem.fits(one)), default=None)
-        search = found.proven if prove else found.fitting
-        if least is None:
+@pytest.mark.parametrize("efficiency", [0.0, 0.5])
+def test_what_is_found_fits_and_no_bound_is_above_the_best(large: bool, efficiency: float) -> None:
+    optimal = 0
+    for seed in range(6):
+        problem = layered(seed, LAYERS)
+        kinds, room = layers_of_kinds(problem, seed, efficiency), problem.limit
+        columns, least = Columns(replace(problem, limit=None), kinds), least_of(problem, kinds)
+        assert room is not None
+        if least == math.inf:
             with pytest.raises(Infeasible, match="memory"):
-                search(room, 60.0, 5e-3)
+                columns.find(room, 60.0, 5e-3)
             continue
-        solution = search(room, 60.0, 5e-3)
-        assert problem.fits(solution.choice)
-        assert solution.lower_bound <= least * (1.0 + 1e-9) <= solution.cost * (1.0 + 2e-9)
-        assert solution.cost <= 1.1 * least
-    assert len(large) >= 16
+        found = columns.find(room, 60.0, 5e-3)
+        assert problem.fits(found.choice) and found.cost == kinds.seconds(problem, found.choice)
+        assert found.lower_bound <= least * (1.0 + 1e-9) <= found.cost * (1.0 + 2e-9)
+        assert found.cost <= 1.1 * least
+        ties = Ties.among(problem)
+        alike = [ties.expanded(one) for one in itertools.product(range(2), repeat=ties.kinds)]
+        fitting = [kinds.seconds(problem, one) for one in alike if problem.fits(one)]
+        assert not large or found.cost <= min(fitting) * (1.0 + 5e-3)
+        optimal += found.cost <= least * (1.0 + 5e-3)
+    assert optimal >= 3
 
 
-def test_a_room_is_searched_so_once(large: list[float]) -> None:
-    """Then for a smaller one, which what was found for the larger one may not fit, and for the first again."""
-    found, kinds, problem, room = columns(0)
-    first = found.fitting(room, 60.0, 5e-3)
-    smaller = found.fitting(0.9 * room, 60.0, 5e-3)
-    again = found.fitting(room, 60.0, 5e-3)
-    assert large == [room, 0.9 * room]
+def test_what_was_found_for_one_room_is_where_another_starts(large: bool) -> None:
+    """For a smaller one, which it may not fit; for the first again; and with rows of other bytes."""
+    problem = layered(0, LAYERS)
+    kinds, room = layers_of_kinds(problem, 0, 0.5), problem.limit
+    assert room is not None
+    columns = Columns(replace(problem, limit=None), kinds)
+    first, smaller = columns.find(room, 60.0, 5e-3), columns.find(0.9 * room, 60.0, 5e-3)
+    again = columns.find(room, 60.0, 5e-3)
     assert replace(problem, limit=0.9 * room).fits(smaller.choice)
     assert again.cost <= first.cost <= smaller.cost
-    # Under another overlap what was found before says nothing.
-    found.corrected(found.problem, kinds).fitting(room, 60.0, 5e-3)
-    assert large == [room, 0.9 * room, room]
+    less = replace(problem, limit=None, usages=tuple(0.5 * usage for usage in problem.usages))
+    assert columns.corrected(less, kinds).find(0.5 * room, 60.0, 5e-3).cost == again.cost
