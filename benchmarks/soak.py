@@ -1,17 +1,21 @@
-"""Many steps of four kinds of plan, with evaluation and changing shapes between: no crash, no leak.
+"""Many steps of four kinds of plan, with evaluation, checkpoints and changing shapes between: no crash, no leak.
 
     python -m benchmarks.soak --steps 10000
+    python -m benchmarks.soak --steps 3000 --ranks 2 --plans sizes --backend inductor
 
-Plans like DDP, like FSDP, like tensor parallelism, and of a network split in space, each in processes of its own. Each
-rank has a server of its own beside it on 127.0.0.1, which it asks now and then, and sockets have a default timeout.
-Prints Markdown: the resident memory of the largest rank after the first tenth of the steps and at the end, and how
-much the last tenth added. Linux only (it reads /proc).
+Plans like DDP, like FSDP, like tensor parallelism, of a network split in space, and of a language model whose sizes
+change at every step, each in processes of its own. Each rank has a server of its own beside it on 127.0.0.1, which it
+asks now and then, and sockets have a default timeout. Prints Markdown: the resident memory of the largest rank after
+the first tenth of the steps and at the end, and how much the last tenth added; its threads at both times, and how many
+executables it keeps. Linux only (it reads /proc).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import random
 import socket
 import socketserver
 import tempfile
@@ -24,20 +28,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
+from autoshard.runtime.module import dispatcher_of
 from benchmarks.faults import free_port
 
 __all__ = ["main"]
 
 EVERY = 100
-"""Steps between two evaluations."""
+"""Steps between two evaluations, each with a checkpoint."""
 ROWS = (8, 8, 8, 6)
 """Rows of a batch, in turn: the last of an epoch is smaller."""
+WORDS = 64
 
 
 class Perceptron(nn.Module):
@@ -58,18 +66,46 @@ class Picture(nn.Module):
         return self.layers(x).mean((1, 2, 3))
 
 
+class Words(nn.Module):
+    """A language model of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.out = nn.Embedding(WORDS, 16), nn.LayerNorm(16), nn.Linear(16, WORDS)
+        self.mix = nn.Linear(16, 48)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.out(x + mixed)
+
+
+def _rows(step: int) -> Tensor:
+    return torch.randn(ROWS[step % len(ROWS)], 16)
+
+
+def _words(step: int) -> Tensor:
+    """At two sizes first, then at any of 1,200."""
+    sizes = random.Random(step)
+    size = (8, 8 + 4 * step) if step < 2 else (sizes.randint(2, 21), sizes.randint(2, 61))
+    return torch.randint(0, WORDS, size)
+
+
 Plan = tuple[Callable[[], nn.Module], Callable[[int], Tensor], dict[str, Any]]
 
 PLANS: dict[str, Plan] = {
-    "DDP": (Perceptron, lambda rows: torch.randn(rows, 16), {"constraints": {"*": [Replicate()]}}),
-    "FSDP": (Perceptron, lambda rows: torch.randn(rows, 16), {"constraints": {"*": [Shard(0)]}}),
+    "DDP": (Perceptron, _rows, {"constraints": {"*": [Replicate()]}}),
+    "FSDP": (Perceptron, _rows, {"constraints": {"*": [Shard(0)]}}),
     "tensor parallelism": (
         Perceptron,
-        lambda rows: torch.randn(rows, 16),
+        _rows,
         {"constraints": {"up.*": [Shard(0)], "down.weight": [Shard(1)], "down.bias": [Replicate()]}},
     ),
-    "halos": (Picture, lambda rows: torch.randn(rows, 2, 32, 8), {"in_placements": [Shard(2)]}),
+    "halos": (Picture, lambda step: torch.randn(ROWS[step % 4], 2, 32, 8), {"in_placements": [Shard(2)]}),
+    "sizes": (Words, _words, {"constraints": {"*": [Replicate()]}}),
 }
+"""Of each: the model, a step's batch, arguments of `autoshard`."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -79,12 +115,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between two evaluations")
+    parser.add_argument("--backend", default="eager")
     given = parser.parse_args(words)
     print(f"{given}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n")
     print(
-        "| plan | steps | s | MB after the first tenth | MB at the end | MB added in the last tenth | loss |"
+        "| plan | steps | s | MB after the first tenth | MB at the end | MB added in the last tenth | threads | "
+        "executables | loss |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        flush=True,
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in given.plans:
         with tempfile.TemporaryDirectory() as folder:
             out, start = Path(folder) / "figures", time.perf_counter()
@@ -95,8 +134,14 @@ def main(words: Sequence[str] | None = None) -> int:
         added = memory[-1] - memory[-1 - max(1, len(memory) // 10)]
         begun = memory[len(memory) // 10]
         figures = [name, given.steps, f"{seconds:.0f}", f"{begun:.1f}", f"{memory[-1]:.1f}", f"{added:.2f}"]
-        print("| " + " | ".join(map(str, [*figures, f"{worst['loss']:.4f}"])) + " |", flush=True)
+        figures += [_range(worst["threads"]), _range(worst["executables"]), f"{worst['loss']:.4f}"]
+        print("| " + " | ".join(map(str, figures)) + " |", flush=True)
     return 0
+
+
+def _range(counts: Sequence[int]) -> str:
+    """After the first tenth, and at the end."""
+    return f"{counts[len(counts) // 10]} to {counts[-1]}"
 
 
 class Answer(socketserver.StreamRequestHandler):
@@ -119,27 +164,32 @@ def _rank(rank: int, name: str, given: argparse.Namespace, port: int, out: Path)
     mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ranks",))
     torch.manual_seed(0)
     make, batch, settings = PLANS[name]
-    model = autoshard.autoshard(make(), mesh, backend="eager", profile="cpu", **settings)
+    model = autoshard.autoshard(make(), mesh, backend=given.backend, profile="cpu", **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    memory: list[float] = []
+    counts: dict[str, list[float]] = {"memory": [], "threads": [], "executables": []}
     loss = torch.zeros(())
     for step in range(given.steps):
         torch.manual_seed(step)
-        x = batch(ROWS[step % len(ROWS)])
+        x = batch(step)
         if "in_placements" in settings:
             x = x.chunk(given.ranks, 2)[rank]
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % EVERY == EVERY - 1:
+        if step % given.every == given.every - 1:
             _evaluate(model, x)
+            with autoshard.new_checkpoint(f"{out}.checkpoints", step, mesh, keep=1) as folder:
+                dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
             client.write(f"{step}\n")
             client.flush()
             if client.readline() != f"{step}\n":
                 raise ConnectionError("the server beside the run did not answer")
-            memory.append(_resident())
-    Path(f"{out}.{rank}").write_text(json.dumps({"memory": memory, "loss": loss.item()}))
+            gc.collect()
+            counts["memory"].append(_resident())
+            counts["threads"].append(len(list(Path("/proc/self/task").iterdir())))
+            counts["executables"].append(_executables(model))
+    Path(f"{out}.{rank}").write_text(json.dumps({**counts, "loss": loss.item()}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -149,6 +199,11 @@ def _evaluate(model: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         model(x)
     model.train()
+
+
+def _executables(model: nn.Module) -> int:
+    dispatcher = dispatcher_of(model)
+    return 0 if dispatcher is None else sum(map(len, dispatcher.executables.values()))
 
 
 def _resident() -> float:

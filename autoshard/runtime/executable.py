@@ -96,6 +96,9 @@ class Programs(Protocol):
 class MadeAhead:
     """running: at first. made: compiles by a backend, on all ranks together, for a later kind of call; None: it is."""
 
+    is_remade = False
+    """Whether it is made from what is kept elsewhere, at once."""
+
     def __init__(self, running: Running, made: Callable[[], CallProgram] | None) -> None:
         self.running, self._made = running, made
         self._calls = 0
@@ -137,6 +140,7 @@ class Executable:
     ) -> None:
         self.guards = guards
         self.answers = tuple(check.answer for _, check in spec.checks)
+        self.is_remade = isinstance(programs, MadeAhead) and programs.is_remade
         self._home = home
         self._check_call = check_call
         self._spec = spec

@@ -85,8 +85,6 @@ class Call:
         self.home, self.whole, self.layouts, self._tensors = home, captured, layouts, tensors
         self.kind = kind_of(home.model, captured.joint)
         self._cuts: dict[object, Captured] = {}
-        self.lowered: Sequence[RankProgram] = ()
-        """This rank's programs by the plan of the whole model that was lowered last."""
 
     def cut(self, plan: Plan) -> Captured:
         """The call as the plan runs it: whole, or in pieces. Plans that cut it alike are given one graph."""
@@ -143,7 +141,7 @@ def _whole(call: Call, plan: Plan) -> Lowering:
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 
     def lower() -> Callable[[str], CallProgram]:
-        call.lowered = ours = lowered_whole(home, cut.joint, plan)
+        ours = lowered_whole(home, cut.joint, plan)
 
         def compiled(backend: str) -> CallProgram:
             if len(ours) > 1:

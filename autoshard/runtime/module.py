@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -36,9 +37,14 @@ class Built(Protocol):
     """Everything it depends on beside the call's arguments and the module's mode."""
     answers: tuple[Tensor, ...]
     """To what the forward asks of values: a call for which they come out otherwise raises Otherwise."""
+    is_remade: bool
+    """Whether another one is made at once, by a program that is kept elsewhere."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
+
+MOST_REMADE = 128
+"""Executables that are kept of those that are made again at once."""
 
 Build = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Built]
 
@@ -51,7 +57,8 @@ class Dispatcher:
            it raises reaches the caller, and nothing is remembered.
 
     An executable is used as long as its guards hold; after that another is built, and the first is kept for the
-    case that what has changed changes back.
+    case that what has changed changes back. Of those that are made again at once only the last are kept: where sizes
+    change at every step there would be thousands. The same on all ranks, since all make the same ones.
     """
 
     def __init__(self, model: nn.Module, key: Key, build: Build) -> None:
@@ -60,6 +67,7 @@ class Dispatcher:
         self.__signature__ = inspect.signature(model.forward)
         self._uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
         self.executables: dict[Hashable, list[Built]] = {}
+        self._remade: deque[tuple[Hashable, Built]] = deque()
         self.model = model
         self._mode = Mode(model)
         self._key = key
@@ -86,15 +94,27 @@ class Dispatcher:
             _tell(known, otherwise)
             self._mode = Mode(self.model)  # layers may have changed
         built = self.build(args, kwargs, answers)
-        self.executables.setdefault((Mode(self.model).key(), key), []).insert(0, built)
+        self._keep((Mode(self.model).key(), key), built)
         return built
+
+    def _keep(self, key: Hashable, built: Built) -> None:
+        self.executables.setdefault(key, []).insert(0, built)
+        if built.is_remade:
+            self._remade.append((key, built))
+        if len(self._remade) > MOST_REMADE:
+            key, built = self._remade.popleft()
+            known = self.executables.get(key, [])
+            known[:] = [one for one in known if one is not built]
+            if not known:
+                self.executables.pop(key, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """A copied module is parallel too; what runs it was made for this one's tensors."""
         twin = object.__new__(Dispatcher)
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            setattr(twin, name, {} if name == "executables" else copy.deepcopy(value, memo))
+            own = {"executables": {}, "_remade": deque()}
+            setattr(twin, name, own[name] if name in own else copy.deepcopy(value, memo))
         return twin
 
     def __reduce__(self) -> Any:

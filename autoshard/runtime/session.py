@@ -26,7 +26,7 @@ from autoshard.plan.task import CallLayouts
 from autoshard.planning import canonical_capture, capture_as_now
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
+from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -36,8 +36,7 @@ from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
-from autoshard.runtime.sized_calls import SizedAt, SizedCalls
-from autoshard.runtime.sized_programs import is_for_sizes
+from autoshard.runtime.sized_calls import AtSizes, SizedAt, SizedCalls
 from autoshard.runtime.starting import fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones
@@ -142,6 +141,12 @@ class Session:
         tensors, key = flatten_call(args, kwargs)
         agree(self.mesh, {**fingerprint, "mark_dynamic": str([sorted(marked_dims(t)) for t in tensors])})
         making = Call(self, captured, layouts, tensors)
+        is_first = self.plan is None
+        if not is_first:
+            with self.stages("making a program for all sizes", fingerprint):
+                ready = self._sized.added(making, whole(), sized, lambda: self.replanned(making))
+            if ready is not None:
+                return self._ready_for(whole(), ready, key)
         capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
         sizes = OtherSizes.of(self.model, self.spec, whole(), captured, capture_there, self._ends)
         programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
@@ -149,11 +154,8 @@ class Session:
         guards = Guards(self.model, captured.reads)  # of the parameters as they were placed
         if sized is not None:
             sized.call.guards = guards
-        may_be_sized = sized is not None and is_for_sizes(plan)
-        if all(everyones(self.mesh, may_be_sized, what="whether there are symbols for sizes")):
-            assert sized is not None
-            may_be_sized = self._sized.add_program(making, sized, plan)
-        if sized is not None and self.settings.dynamic and not may_be_sized:
+        ready = self._sized.added(making, whole(), sized, lambda: plan) if is_first else None
+        if is_first and ready is None and sized is not None and self.settings.dynamic:
             _log.warning(
                 "every size has a program of its own: the plan is of pieces, stages or parts of given sizes"
             )
@@ -171,7 +173,7 @@ class Session:
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Callable[[], GlobalCall]
     ) -> Executable | None:
-        """What runs a call of other sizes by a program there is; None where some rank has none."""
+        """What runs a call by a program for all sizes that there is; None where some rank has none."""
         if not self._sized.has_programs:
             return None
         found = None
@@ -180,11 +182,11 @@ class Session:
         ready = self._sized.ready(self, found)
         if ready is None or found is None:
             return None
-        self.settle(ready.plan)
-        key = flatten_call(args, kwargs)[1]
-        running, backend = ready.running(), self.settings.backend
-        programs = MadeAhead(running, None if backend == "eager" else lambda: ready.made(backend))
-        return self._executable(found, programs, key, ready.guards)
+        return self._ready_for(found, ready, flatten_call(args, kwargs)[1])
+
+    def _ready_for(self, whole: GlobalCall, ready: AtSizes, key: CallKey) -> Executable:
+        self.settle(ready.running.plan)
+        return self._executable(whole, ready, key, ready.guards)
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
 
 from torch import nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
 from autoshard.runtime.call_program import Around, CallProgram, Checks
-from autoshard.runtime.executable import Home, Running
+from autoshard.runtime.executable import Home, MadeAhead, Running
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call
 from autoshard.runtime.module import Mode
-from autoshard.runtime.sized_programs import PhaseCodeAt, SizedProgram, sized_program
-from autoshard.runtime.step import Program
+from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, is_for_sizes, sized_program
+from autoshard.runtime.step import PhaseCode, Program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
@@ -43,27 +40,30 @@ def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
     return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
 
 
+MOST_FAILURES = 2
+"""To make a program of a graph in symbols: more of them would fail as well."""
+
+
 @dataclass
 class SizedCall:
-    """A call captured with symbols. guards: what its graph depends on in the model."""
+    """A call captured with symbols. guards: what its graph depends on in the model. failures: to make a program of it,
+    the same on all ranks."""
 
-    kind: Hashable
     names: SizeNames
     captured: Captured
     joint: SizedJoint
     guards: Guards
     programs: list[SizedProgram] = field(default_factory=list)
+    failures: int = 0
 
     def ready(
         self, shapes: Shapes, layouts: Mapping[int, Layout]
-    ) -> tuple[SizedProgram, tuple[int, ...], list[Any]] | None:
-        """(the program for these shapes, their sizes, what it takes)."""
+    ) -> tuple[SizedProgram, tuple[int, ...]] | None:
+        """(the program for these shapes, their sizes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
-        for program in self.programs:
-            if program.inputs == layouts and (numbers := program.evaluate(values)) is not None:
-                return program, values, numbers
-        return None
+        fits = lambda one: one.inputs == layouts and one.at(values) is not None
+        return next(((one, values) for one in self.programs if fits(one)), None)
 
     def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
         values = self.names.values(shapes)
@@ -81,58 +81,48 @@ class SizedAt:
     values: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A program for all sizes, for those of one call."""
+class AtSizes(MadeAhead):
+    """A program for all sizes, for those of one call. It runs op by op until that program is compiled; where it is not
+    for these sizes, they are compiled for alone."""
 
-    home: Home
-    sized: SizedCall
-    program: SizedProgram
-    values: tuple[int, ...]
-    numbers: list[Any]
-    whole: GlobalCall
+    is_remade = True
 
-    @property
-    def name(self) -> tuple[int, tuple[int, ...]]:
-        return self.program.number, self.values
+    def __init__(
+        self, home: Home, whole: GlobalCall, sized: SizedCall, program: SizedProgram, values: tuple[int, ...]
+    ) -> None:
+        self.guards, self._home, self._program, self._values = sized.guards, home, program, values
+        shown = [str(key) for key in flatten_call(whole.args, whole.kwargs)[1].tensors]
+        text = f"program {program.number} for sizes {values}"
+        self._kind = kind_text(home.model, shown, sized.captured.joint, text)
+        self._around = Around(turns_of(home.watch, self._kind), Checks(sized.captured.call))
+        code = program.at(values)
+        assert code is not None
+        self._alone, self._ends = code.alone, code.ends
+        super().__init__(Running(sized.captured, code.ends, self._run(code), program.plan), None)
+        self._is_final = code.backend == home.settings.backend
 
-    @property
-    def plan(self) -> Plan:
-        return self.program.plan
+    def _run(self, code: PhaseCode) -> CallProgram:
+        home = self._home
+        sides, rank = self._ends.inputs, home.mesh.get_rank()
+        return Program(code, sides, home.spec, rank, home.observers, self._around)
 
-    @property
-    def captured(self) -> Captured:
-        return self.sized.captured
+    def next(self) -> Running:
+        if not self._is_final and (code := self._compiled()) is not None:
+            self.running, self._is_final = replace(self.running, program=self._run(code)), True
+        return self.running
 
-    @property
-    def guards(self) -> Guards:
-        return self.sized.guards
-
-    @cached_property
-    def ends(self) -> CallEnds:
-        return self.program.code.ends(self.numbers)
-
-    @cached_property
-    def _code(self) -> PhaseCodeAt:
-        return PhaseCodeAt(self.program.code, self.numbers)
-
-    @cached_property
-    def _kind(self) -> str:
-        shown = [str(key) for key in flatten_call(self.whole.args, self.whole.kwargs)[1].tensors]
-        program = f"program {self.program.number} for sizes {self.values}"
-        return kind_text(self.home.model, shown, self.captured.joint, program)
-
-    def running(self) -> Running:
-        return Running(self.captured, self.ends, self.made("eager"), self.plan)
-
-    def made(self, backend: str) -> CallProgram:
-        """Op by op at once; compiled for these sizes alone by another backend, on all ranks together."""
-        home, code = self.home, self._code
-        if backend != "eager":
-            with home.stages("compiling the plan", (self._kind, backend)):
-                code = collectively(home.mesh, lambda: self._code.alone(backend), what="compiling a plan")
-        around = Around(turns_of(home.watch, self._kind), Checks(self.captured.call))
-        return Program(code, self.ends.inputs, home.spec, home.mesh.get_rank(), home.observers, around)
+    def _compiled(self) -> PhaseCode | None:
+        """None: not yet."""
+        self._calls += 1
+        home, backend = self._home, self._home.settings.backend
+        self._program.called(home, self._kind)
+        code = self._program.at(self._values)
+        if code is not None and code.backend == backend:
+            return code
+        if not self._program.is_settled or self._calls <= MOST_EAGER:
+            return None
+        with home.stages("compiling the plan", (self._kind, backend)):
+            return collectively(home.mesh, lambda: self._alone(backend), what="compiling a plan")
 
 
 @dataclass
@@ -160,31 +150,43 @@ class SizedCalls:
         """Their graphs stay."""
         for kind in self._kinds.values():
             for sized in kind.sized:
+                for program in sized.programs:
+                    program.end()
                 sized.programs.clear()
         self._programs = 0
 
-    def add_program(self, call: Call, sized: SizedAt, plan: Plan) -> bool:
-        """One for calls like `call`, if there can be one. All ranks come here together."""
-        program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
-        if program is not None:
-            sized.call.programs.append(program)
-            self._programs += 1
-        return program is not None
+    def added(
+        self, call: Call, whole: GlobalCall, sized: SizedAt | None, planned: Callable[[], Plan]
+    ) -> AtSizes | None:
+        """What runs `call` by a new program for all sizes, if there can be one. planned: its plan. All ranks come here
+        together."""
+        may_be = sized is not None and sized.call.failures < MOST_FAILURES
+        if not all(everyones(call.home.mesh, may_be, what="whether there are symbols for sizes")):
+            return None
+        assert sized is not None
+        plan, program = planned(), None
+        if is_for_sizes(plan):
+            program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
+        if program is None:
+            sized.call.failures += 1
+            return None
+        sized.call.programs.append(program)
+        self._programs += 1
+        return AtSizes(call.home, whole, sized.call, program, sized.values)
 
-    def ready(self, home: Home, whole: GlobalCall | None) -> Ready | None:
+    def ready(self, home: Home, whole: GlobalCall | None) -> AtSizes | None:
         """What runs a call by a program there is, if all ranks have that one."""
-        found = None if whole is None else self._ready(home, whole)
-        agreed = everyones(home.mesh, None if found is None else found.name, what="a program for other sizes")
-        return found if found is not None and all(one == found.name for one in agreed) else None
-
-    def _ready(self, home: Home, whole: GlobalCall) -> Ready | None:
-        found = self.known(home.model, whole)
-        return None if found is None else Ready(home, *found, whole)
+        found = None if whole is None else self.known(home.model, whole)
+        name = None if found is None else (found[1].number, found[2])
+        agreed = everyones(home.mesh, name, what="a program for other sizes")
+        if whole is None or found is None or any(one != name for one in agreed):
+            return None
+        return AtSizes(home, whole, *found)
 
     def known(
         self, model: nn.Module, whole: GlobalCall
-    ) -> tuple[SizedCall, SizedProgram, tuple[int, ...], list[Any]] | None:
-        """Of a call: its graph, the program for it, its sizes, and what that takes; None where there is none."""
+    ) -> tuple[SizedCall, SizedProgram, tuple[int, ...]] | None:
+        """Of a call: its graph, the program for it, and its sizes; None where there is none."""
         kind, shapes = _kind_of(model, whole)
         for sized in self._kinds[kind].sized if kind in self._kinds else ():
             if (found := sized.ready(shapes, whole.layouts)) is not None:
@@ -213,7 +215,7 @@ class SizedCalls:
         if known.first is not None and known.attempts and (plain is not None or known.first[1] != shapes):
             known.attempts -= 1
             try:
-                found = self._with_symbols(model, kind, names, known.first, shapes, capture)
+                found = self._with_symbols(model, names, known.first, shapes, capture)
                 known.sized.append(found[1].call)
                 return found
             except Exception as error:  # whatever code says to a number that is a symbol
@@ -226,7 +228,6 @@ class SizedCalls:
     def _with_symbols(
         self,
         model: nn.Module,
-        kind: Hashable,
         names: SizeNames,
         first: tuple[Captured, Shapes],
         shapes: Shapes,
@@ -241,7 +242,7 @@ class SizedCalls:
         if replace(captured.call, key=before.call.key) != before.call:
             raise SizesLost("what the call returns or changes depends on them")
         joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-        sized = SizedCall(kind, names, captured, joint, Guards(model, captured.reads))
+        sized = SizedCall(names, captured, joint, Guards(model, captured.reads))
         found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan_fits import axes_in
+from autoshard.runtime.beside import Beside, compiling
+from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.making import Call, ends_of, lowered_whole
+from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import CompiledBackward, PhaseCode, placeholder_values, slots_of, tangent_values
-from autoshard.watching.agreement import everyones
+from autoshard.watching.agreement import collectively, everyones
 from passes.compile.compile_graph import Compiled, compile_sized
-from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled, same_nodes
+from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.layout.layout import Layout
 from passes.lower.missing_tangents import usually_missing
@@ -28,7 +32,8 @@ from passes.plan.sized_plan import in_symbols
 
 _log = logging.getLogger("autoshard")
 
-CompileSized = Callable[[fx.GraphModule], tuple[Compiled, list[Any]]]
+
+CompileSized = Callable[[fx.GraphModule, Sequence[Any], str], tuple[Compiled, list[Any]]]
 """As `compile_sized`."""
 
 
@@ -82,40 +87,40 @@ def _on_meta(look: Any) -> Tensor:
 
 
 class SizedCode:
-    """A rank's phases in symbols, compiled op by op. ends: where they meet the caller, in symbols as well.
+    """A rank's phases in symbols, compiled. ends: where they meet the caller, in symbols as well.
 
-    codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank. compiled: makes
-    code of a phase."""
+    codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank."""
 
     def __init__(
         self,
         program: RankProgram,
         ends: CallEnds,
         symbols: SizeSymbols,
-        compiled: CompileSized = compile_sized,
+        backend: str = "eager",
+        compile_as: CompileSized = compile_sized,
     ) -> None:
         self.program, self.phases = program, program.phases
+        self.symbols, self.backend = symbols, backend
         numbers, whole = Numbers(symbols), self.phases.backward
-        self.forward = _Taking(compiled(self.phases.forward), numbers)
+        compiled = lambda graph: _Taking(compile_as(graph, symbols.sizes, backend), numbers)
+        self.forward = compiled(self.phases.forward)
         self.values = _Values(placeholder_values(self.phases.forward), numbers)
         self.tangents = _Values(tangent_values(self.phases), numbers)
         graphs, self.backward = [self.phases.forward], None
         if whole is not None:
             missing = frozenset(usually_missing(whole))
-            self.backward = _SizedBackward(missing, program.backward(missing), self.phases, numbers, compiled)
+            usual = program.backward(missing)
+            slots = slots_of(self.phases, usual)
+            tangents = _Values(placeholder_values(usual.module)[len(slots) :], numbers)
+            self.backward = _SizedBackward(missing, usual, slots, compiled(usual.module), tangents)
             graphs += [whole.module, self.backward.graph.module]
         self._ends = ends
         self._shapes = numbers.placed(tuple(side.shape for side in (*ends.inputs, *ends.outputs)))
         self._graphs = [SizedModule(graph, numbers) for graph in graphs]
         self.codes, self.holds = numbers.codes(), numbers.holds()
 
-    def is_at(self, sizes: Sequence[int], programs: Sequence[RankProgram]) -> bool:
-        """Whether these are what it is at these sizes, node by node."""
-        numbers = evaluation(len(sizes), self.holds, self.codes)(sizes)
-        if numbers is None or len(programs) != 1:
-            return False
-        pairs = zip(_modules(self.graphs(numbers)[0]), _modules(programs[0].phases), strict=True)
-        return all(same_nodes(one.graph, other.graph) for one, other in pairs)
+    def compiled(self, backend: str) -> SizedCode:
+        return SizedCode(self.program, self._ends, self.symbols, backend)
 
     def ends(self, numbers: Sequence[Any]) -> CallEnds:
         shapes = iter(filled(self._shapes, numbers))
@@ -135,33 +140,24 @@ class SizedCode:
         )
 
 
-def _modules(phases: Phases) -> list[fx.GraphModule]:
-    return [phases.forward, *([] if phases.backward is None else [phases.backward.module])]
-
-
+@dataclass(frozen=True)
 class _SizedBackward:
-    def __init__(
-        self,
-        missing: frozenset[int],
-        graph: Backward,
-        phases: Phases,
-        numbers: Numbers,
-        compiled: CompileSized,
-    ) -> None:
-        self.missing, self.graph, self._slots = missing, graph, slots_of(phases, graph)
-        self._code = _Taking(compiled(graph.module), numbers)
-        self._tangents = _Values(placeholder_values(graph.module)[len(self._slots) :], numbers)
+    missing: frozenset[int]
+    graph: Backward
+    slots: list[int]
+    code: _Taking
+    tangents: _Values
 
     def at(self, numbers: Sequence[Any]) -> CompiledBackward:
-        return CompiledBackward(self.graph, self._code.at(numbers), self._slots, self._tangents.at(numbers))
+        return CompiledBackward(self.graph, self.code.at(numbers), self.slots, self.tangents.at(numbers))
 
 
 class PhaseCodeAt(PhaseCode):
-    """A `SizedCode` for some sizes. A backward that it has no code for is compiled for these alone."""
+    """A `SizedCode` for some sizes. A backward that it has no code for runs op by op, for these alone."""
 
     def __init__(self, code: SizedCode, numbers: Sequence[Any]) -> None:
         self._code, self._numbers, self._backend = code, numbers, "eager"
-        self.phases = code.phases
+        self.phases, self.backend, self.ends = code.phases, code.backend, code.ends(numbers)
         self.forward = code.forward.at(numbers)
         self.values, self.tangents = code.values.at(numbers), code.tangents.at(numbers)
         usual = code.backward
@@ -190,42 +186,99 @@ class PhaseCodeAt(PhaseCode):
         return phases if backward is None else replace(phases, backward=backward)
 
 
-@dataclass(frozen=True)
-class SizedProgram:
-    """number: the same on all ranks. inputs: layouts of those that ranks pass parts of. evaluate: of sizes, what this
-    rank's code takes, or None where something does not hold that some rank asked."""
-
-    number: int
-    plan: Plan
-    inputs: Mapping[int, Layout]
-    code: SizedCode
-    evaluate: Evaluation
+Agreed = tuple[SizedCode, Evaluation]
+"""Code, and of sizes what it takes; None where something does not hold that was asked on some rank."""
 
 
-def sized_program(
-    call: Call, number: int, graph: SizedJoint, sizes: Sequence[int], plan: Plan
-) -> SizedProgram | None:
-    """The program of a graph in symbols; None where some rank has none. All ranks come here together.
+def _agreed(home: Home, make: Callable[[], SizedCode], what: str) -> Agreed | None:
+    """What every rank makes; None where some rank cannot. All ranks together."""
 
-    call, plan, sizes: of a call that has been lowered, and at whose sizes this program is the same. The plan's layouts
-    and transfers are then those of all sizes for which the same holds: whatever making the program asked of sizes comes
-    out alike for them on every rank."""
-    home = call.home
-    try:
-        with symbolic_sizes():
-            symbols = SizeSymbols(sizes)
-            joint = graph.at(sizes, symbols)
-            assert joint is not None
-            plan_of_all = replace(plan, records=in_symbols(plan.records, joint, home.spec))
-            (program,) = lowered_whole(home, joint, plan_of_all)
-            code = SizedCode(program, ends_of(home.mesh, joint, call.layouts, plan_of_all), symbols)
-        code = code if code.is_at(sizes, call.lowered) else None
-    except Exception as error:  # a pass that wants numbers
-        _log.debug("no program for all sizes: %s", error)
-        code = None
+    def made() -> SizedCode | None:
+        try:
+            with symbolic_sizes():
+                return make()
+        except Exception as error:  # a pass, or a compiler, that wants numbers
+            _log.debug("no program for all sizes: %s", error, exc_info=True)
+            return None
+
+    code = collectively(home.mesh, made, what=what)
     asked = everyones(home.mesh, None if code is None else code.holds, what="what holds of sizes")
     known = [holds for holds in asked if holds is not None]
     if code is None or len(known) < len(asked):
         return None
     holds = list(dict.fromkeys(itertools.chain.from_iterable(known)))
-    return SizedProgram(number, plan, call.layouts.inputs, code, evaluation(len(sizes), holds, code.codes))
+    return code, evaluation(len(code.symbols.sizes), holds, code.codes)
+
+
+class SizedProgram:
+    """A program for all sizes: op by op at first, compiled from its third call on, beside the steps if these are tuned
+    there. number: the same on all ranks. inputs: layouts of those that ranks pass parts of. is_settled: whether nothing
+    more will be compiled for all sizes."""
+
+    def __init__(self, number: int, plan: Plan, inputs: Mapping[int, Layout], eager: Agreed) -> None:
+        self.number, self.plan, self.inputs, self._agreed = number, plan, inputs, eager
+        self.is_settled = False
+        self._calls, self._due = 0, MOST_EAGER + 1
+        self._beside: Beside | None = None
+
+    def at(self, sizes: Sequence[int]) -> PhaseCodeAt | None:
+        """None where something does not hold of them. The same on all ranks."""
+        code, evaluate = self._agreed
+        numbers = evaluate(sizes)
+        return None if numbers is None else PhaseCodeAt(code, numbers)
+
+    def called(self, home: Home, kind: str) -> None:
+        """Op by op, once more, for any sizes. All ranks come here together."""
+        self._calls += 1
+        if self.is_settled or self._calls < self._due:
+            return
+        backend, eager = home.settings.backend, self._agreed[0]
+        if home.settings.tune == "background" and not self._is_compiled_beside(home, eager):
+            self._due += min(self._calls, MOST_CALLS)
+            return
+        with home.stages("compiling the plan", (kind, backend)):
+            compiled = _agreed(home, lambda: eager.compiled(backend), "compiling a plan")
+        self._agreed, self.is_settled = compiled or self._agreed, True
+        if compiled is None:
+            _log.info("%s compiles no program for all sizes, but each for itself", backend)
+
+    def _is_compiled_beside(self, home: Home, eager: SizedCode) -> bool:
+        """Whether it is in the compiler's cache, on all ranks."""
+        if self._beside is None:
+            self._beside = compiling(home, symbolic_sizes()(lambda: eager.compiled(home.settings.backend)))
+        self._beside.news()
+        return all(everyones(home.mesh, self._beside.ended, what="whether a program is compiled"))
+
+    def end(self) -> None:
+        """What goes on beside the steps."""
+        if self._beside is not None:
+            self._beside.end()
+
+
+MOST_CALLS = 64
+"""Calls after which ranks ask each other again how far they are."""
+MOST_EAGER = 2
+"""Calls that run op by op: a last, smaller batch comes once an epoch, and compiling it takes longer than running it."""
+
+
+def sized_program(
+    call: Call, number: int, joint: SizedJoint, values: Sequence[int], plan: Plan
+) -> SizedProgram | None:
+    """The program of a graph in symbols; None where some rank has none. All ranks come here together.
+
+    values: of the sizes of `call`, which is planned: as these they count. The plan's layouts and transfers are those of
+    all sizes for which the same holds: whatever making the program asked of sizes comes out alike for them on every
+    rank."""
+    home = call.home
+    groups_for(home.mesh, axes_in(plan))  # all ranks make them together
+
+    def made() -> SizedCode:
+        symbols = SizeSymbols(values)
+        graph = joint.at(values, symbols)
+        assert graph is not None
+        plan_of_all = replace(plan, records=in_symbols(plan.records, graph, home.spec))
+        (program,) = lowered_whole(home, graph, plan_of_all)
+        return SizedCode(program, ends_of(home.mesh, graph, call.layouts, plan_of_all), symbols)
+
+    eager = _agreed(home, made, "lowering a plan")
+    return None if eager is None else SizedProgram(number, plan, call.layouts.inputs, eager)

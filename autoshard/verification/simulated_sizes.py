@@ -57,7 +57,7 @@ class SimulatedSizes:
         """capture: of that call."""
         known = self.calls.known(self.model, whole)
         if known is not None:
-            sized, program, sizes, _ = known
+            sized, program, sizes = known
             there = sized.at(whole.shapes)
             assert there is not None, "what the graph asks, its program asks too"
             programs = [_at(code, evaluate(sizes)) for code, evaluate in self.codes[program.number]]
@@ -66,10 +66,10 @@ class SimulatedSizes:
         plan = self.planned(captured, whole)
         programs = rank_programs(captured.joint, plan)[0]
         if sized is not None and is_for_sizes(plan) and len(self.codes) < self.most:
-            self._add(sized, plan, whole, programs)
+            self._add(sized, plan, whole)
         return Runs(captured, plan, programs, ALONE)
 
-    def _add(self, sized: SizedAt, plan: Plan, whole: GlobalCall, lowered: Sequence[RankProgram]) -> None:
+    def _add(self, sized: SizedAt, plan: Plan, whole: GlobalCall) -> None:
         """`autoshard.runtime.sized_programs.sized_program`, of all ranks; nothing is compiled."""
         sizes, mesh, groups = sized.values, plan.mesh, simulated_groups(plan.mesh)
         try:
@@ -79,18 +79,17 @@ class SimulatedSizes:
                 assert joint is not None
                 planned = PlannedGraph(in_symbols(plan.records, joint, mesh))
                 programs = [rank_program(joint, planned, mesh, r, groups) for r in range(mesh.device_count)]
-                codes = [SizedCode(one, CallEnds((), ()), symbols, _uncompiled) for one in programs]
-            same = [code.is_at(sizes, [own]) for code, own in zip(codes, lowered, strict=True)]
+                ends = CallEnds((), ())
+                codes = [SizedCode(one, ends, symbols, compile_as=_uncompiled) for one in programs]
         except Exception as error:  # a pass that wants numbers
             _log.debug("no program for all sizes: %s", error)
             return
-        if all(same):
-            made = [(code, evaluation(len(sizes), codes[-1].holds, code.codes)) for code in codes]
-            sized.call.programs.append(SizedProgram(len(self.codes), plan, whole.layouts, *made[0]))
-            self.codes.append(made)
+        made = [(code, evaluation(len(sizes), codes[-1].holds, code.codes)) for code in codes]
+        sized.call.programs.append(SizedProgram(len(self.codes), plan, whole.layouts, made[0]))
+        self.codes.append(made)
 
 
-def _uncompiled(module: fx.GraphModule) -> tuple[Compiled, list[Any]]:
+def _uncompiled(module: fx.GraphModule, sizes: Sequence[Any], backend: str) -> tuple[Compiled, list[Any]]:
     return list, []
 
 

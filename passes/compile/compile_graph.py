@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.compile.bind_device import WriteIntoBuckets
 from passes.compile.expand_ops import CALLED, expand_ops
-from passes.compile.fuse_eager import FuseEager
+from passes.compile.fuse_eager import FuseEager, call_directly
 from passes.compile.join_linears import JoinLinears
 from passes.compile.kept_code import code_name, keep_code, kept_code
 from passes.ir.autocast_off import autocast_off
@@ -34,30 +34,6 @@ from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 aten = torch.ops.aten
-
-_NAMED_ALIKE = (
-    "add.Tensor addmm.default cat.default clone.default convolution.default div.Tensor "
-    "embedding.default exp.default gather.default log.default matmul.default mm.default mul.Tensor "
-    "native_layer_norm.default neg.default permute.default relu.default reshape.default rsqrt.default "
-    "select.int sub.Tensor sum.dim_IntList where.self"
-)
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    getattr(getattr(aten, name), overload): getattr(torch, name)
-    for name, overload in (one.split(".") for one in _NAMED_ALIKE.split())
-} | {aten.view.default: torch.Tensor.view}
-"""Overloads, and functions that run them for the same arguments in the same places."""
-
-
-def call_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """`module`, in place, with overloads exchanged for torch's functions; the same kernels run.
-
-    For a program that is about to run: passes know ops by their overloads.
-    """
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in _FUNCTIONS:
-            node.target = _FUNCTIONS[node.target]
-    module.recompile()
-    return module
 
 
 def result_values(module: fx.GraphModule) -> list[Tensor | None]:
@@ -182,8 +158,19 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     name = code_name(module) if backend == "inductor" else None
     if name is not None and (kept := kept_code(name)) is not None:
         return kept
-    expanded = name_collectives(expand_ops(module))
-    examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
+    return _compiled(name_collectives(expand_ops(module)), module, backend, name)
+
+
+def _compiled(
+    expanded: fx.GraphModule,
+    module: fx.GraphModule,
+    backend: str,
+    name: str | None = None,
+    numbers: Sequence[Any] = (),
+) -> Compiled:
+    """name: by which the code is kept. numbers: in symbols, that it takes after the inputs of `module`."""
+    tensors = expanded.graph.find_nodes(op="placeholder")[: len(module.graph.find_nodes(op="placeholder"))]
+    examples = [*fresh_fakes([node.meta["val"] for node in tensors]), *numbers]
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
@@ -208,13 +195,16 @@ def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphMo
 
 
 @autocast_off()
-def compile_sized(module: fx.GraphModule) -> tuple[Compiled, list[Any]]:
-    """`compile_graph` by "eager" of a graph whose sizes are symbols: what it makes takes, after the inputs, the values
-    of these numbers."""
-    made = _for_eager(module)
-    numbers = take_numbers(made.graph)
+def compile_sized(
+    module: fx.GraphModule, sizes: Sequence[Any], backend: str = "eager"
+) -> tuple[Compiled, list[Any]]:
+    """`compile_graph` of a graph whose sizes are symbols, made of `sizes`: what it makes takes, after the inputs, the
+    values of these numbers. A compiler may ask things of sizes, which must hold."""
+    is_eager = backend == "eager"
+    made = _for_eager(module) if is_eager else name_collectives(expand_ops(module))
+    numbers = take_numbers(made.graph, () if is_eager else sizes)
     made.recompile()
-    return boxed_forward(made), numbers
+    return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers=numbers), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:

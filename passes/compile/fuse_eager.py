@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -173,3 +174,28 @@ def _takes_bias(product: fx.Node, value: fx.Node, add: fx.Node, bias: fx.Node) -
     p, v, b, result = (n.meta["val"] for n in (product, value, bias, add))
     whole = v.shape == result.shape and v.shape[-1] == p.shape[-1] and math.prod(v.shape[:-1]) == p.shape[0]
     return whole and b.shape == p.shape[1:] and p.dtype == b.dtype == result.dtype
+
+
+_NAMED_ALIKE = (
+    "add.Tensor addmm.default cat.default clone.default convolution.default div.Tensor "
+    "embedding.default exp.default gather.default log.default matmul.default mm.default mul.Tensor "
+    "native_layer_norm.default neg.default permute.default relu.default reshape.default rsqrt.default "
+    "select.int sub.Tensor sum.dim_IntList where.self"
+)
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    getattr(getattr(aten, name), overload): getattr(torch, name)
+    for name, overload in (one.split(".") for one in _NAMED_ALIKE.split())
+} | {aten.view.default: torch.Tensor.view}
+"""Overloads, and functions that run them for the same arguments in the same places."""
+
+
+def call_directly(module: fx.GraphModule) -> fx.GraphModule:
+    """`module`, in place, with overloads exchanged for torch's functions; the same kernels run.
+
+    For a program that is about to run: passes know ops by their overloads.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in _FUNCTIONS:
+            node.target = _FUNCTIONS[node.target]
+    module.recompile()
+    return module

@@ -73,8 +73,8 @@ class Numbers:
         return evaluation(count, self.holds() if holds is None else holds, self.codes())
 
 
-def take_numbers(graph: fx.Graph) -> list[Any]:
-    """The numbers in symbols among a graph's arguments, which become placeholders behind those that there are."""
+def take_numbers(graph: fx.Graph, sizes: Sequence[Any] = ()) -> list[Any]:
+    """`sizes` and the numbers in symbols among a graph's arguments: they become placeholders behind those there are."""
     taken: dict[Any, tuple[Any, fx.Node]] = {}
     ends = graph.find_nodes(op="placeholder")
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -88,6 +88,8 @@ def take_numbers(graph: fx.Graph) -> list[Any]:
                 taken[key] = argument, graph.placeholder(f"number_{len(taken)}")
         return taken[key][1]
 
+    for size in sizes:
+        input_of(size)
     for node in list(graph.nodes):
         if node.op == "call_function":
             args, kwargs = map_aggregate((node.args, node.kwargs), input_of)

@@ -79,12 +79,15 @@ def compiler_names() -> list[str]:
 def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fake tensors like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0.
 
-    It has a ShapeEnv, unless sizes are another's symbols: without one Inductor passes its cache by."""
+    Its ShapeEnv is that of the symbols among the sizes, or a new one: without any Inductor passes its cache by."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    plain = all(isinstance(size, int) for v in values for size in v.shape)
-    with FakeTensorMode(shape_env=ShapeEnv() if plain else None):
+    sizes = (size for v in values for size in v.shape if isinstance(size, torch.SymInt))
+    symbolic = next(sizes, None)
+    mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic is None else symbolic.node.shape_env)
+    mode.cache_enabled = symbolic is None  # as in `fake_tensors`
+    with mode:
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 

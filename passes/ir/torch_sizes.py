@@ -46,7 +46,7 @@ class SizeSymbols:
             make(h, n, dynamic_dim=DimDynamic.DYNAMIC) for h, n in zip(hints, names, strict=True)
         ]
         pairs = zip(self._symbols, hints, strict=True)
-        self.sizes = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
+        self.sizes: list[Any] = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
 
     def known(self) -> Iterator[Any]:
         """What holds of the sizes of a graph, in torch's expressions."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.compile.compile_graph import call_directly
+from passes.compile.fuse_eager import call_directly
 from passes.compile.join_linears import JoinLinears
 from tests.compile.joined import ops_of
 

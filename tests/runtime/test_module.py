@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.module import Built, Mode, dispatcher_of, install, original_forward
+from autoshard.runtime.module import MOST_REMADE, Built, Mode, dispatcher_of, install, original_forward
 
 
 class Net(nn.Module):
@@ -27,8 +27,8 @@ class Returning:
 
     answers: tuple[Tensor, ...] = ()
 
-    def __init__(self, number: Any, guards: Guards) -> None:
-        self.number, self.guards = number, guards
+    def __init__(self, number: Any, guards: Guards, is_remade: bool = False) -> None:
+        self.number, self.guards, self.is_remade = number, guards, is_remade
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.number, len(args), sorted(kwargs)
@@ -38,11 +38,12 @@ class Builds:
     """Counts builds."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.count, self.model = 0, model
+        self.count, self.model, self.is_remade = 0, model, False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[Tensor]) -> Built:
         self.count += 1
-        return Returning(self.count, Guards(self.model, {self.model: frozenset({"temperature"})}))
+        guards = Guards(self.model, {self.model: frozenset({"temperature"})})
+        return Returning(self.count, guards, self.is_remade)
 
 
 def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -60,6 +61,24 @@ def test_class_names_and_state_stay() -> None:
     model, _ = installed()
     assert type(model) is Net
     assert list(model.state_dict()) == ["inner.weight", "inner.bias"]
+
+
+def test_of_executables_that_are_remade_the_last_are_kept() -> None:
+    model, builds = installed()
+    dispatcher = dispatcher_of(model)
+    assert dispatcher is not None
+    sizes = [torch.empty(0, size) for size in range(MOST_REMADE + 3)]
+    model(sizes[0])
+    builds.is_remade = True
+    for x in sizes[1:]:
+        model(x)
+    assert sum(map(len, dispatcher.executables.values())) == len(dispatcher.executables) == MOST_REMADE + 1
+    made = builds.count
+    for x in (sizes[0], *sizes[3:]):
+        model(x)
+    assert builds.count == made
+    model(sizes[1])
+    assert builds.count == made + 1
 
 
 def test_one_executable_per_kind_of_call() -> None:

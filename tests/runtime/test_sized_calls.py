@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 import autoshard.runtime.session as sessions
 from autoshard.runtime.session import Session
+from benchmarks import soak
 from tests.api.programs import full, parallel
 from tests.ranks import RankPool
 
@@ -145,8 +146,10 @@ def parallel_steps(
 
 EVEN = [(8, 6), (4, 9), (6, 5), (8, 12), (12, 7)]
 AGAIN = [(8, 6), (4, 9), *[(6, 5)] * 4]
-"""The last is compiled for itself."""
+"""Compiled at the third call of the program for all sizes."""
 IMAGES = [(1, 2, *plane) for plane in ((24, 16), (32, 24), (48, 20), (40, 9), (33, 16), (50, 13))]
+COMPILED = [(8, 6), (4, 9), (6, 5), (6, 5), (2, 7), (10, 3), (5, 4)]
+"""The same; then rows of single words, and an uneven size."""
 UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 7)]
 
 
@@ -157,6 +160,12 @@ UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 
         ("Counting", 2, EVEN[:2], {"dynamic": {"batch", "sequence"}}, 2, 1),
         pytest.param("Counting", 2, EVEN[:2], {"marked": True}, 2, 1, marks=pytest.mark.slow),
         pytest.param("Counting", 2, AGAIN, {"backend": "aot_eager"}, 2, 1, marks=pytest.mark.slow),
+        pytest.param(
+            "Counting", 2, COMPILED, {"backend": "inductor", "tune": "off"}, 2, 3, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "Attending", 2, COMPILED, {"backend": "inductor", "tune": "off"}, 2, 3, marks=pytest.mark.slow
+        ),
         pytest.param("Attending", 2, EVEN, {}, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 2, UNEVEN, {}, 6, 5, marks=pytest.mark.slow),
         pytest.param("Attending", 3, UNEVEN[:5], {}, 2, 4, marks=pytest.mark.slow),
@@ -222,3 +231,12 @@ def test_what_grows_at_every_call_is_captured_twice(ranks: RankPool) -> None:
         assert captures == 2
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_soak_of_changing_sizes_keeps_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--steps", "60", "--ranks", "2", "--plans", "sizes", "--every", "10"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    threads = row[6].split(" to ")
+    assert row[:2] == ["sizes", "60"] and threads[0] == threads[1], row
+    assert float(row[5]) < 4, row
