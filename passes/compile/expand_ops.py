@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from passes.ir.autocast_off import autocast_off
 from passes.ir.fake_calls import looks
 from passes.ir.joint import map_operands, tensor_operands
-from passes.ir.op_traits import is_use
+from passes.ir.op_traits import is_collective, is_use
 from passes.ir.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 from passes.ops import (
     circular_pad,
@@ -104,11 +104,12 @@ def expand_ops(
 
 
 def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """And what only they read: of an attention whose mask is the causal one, the mask."""
+    """And what only they read: of an attention whose mask is the causal one, the mask. Not collectives: a product of no
+    rows reads nothing of what came, and other ranks wait for what this one sends."""
     left = list(dict.fromkeys(nodes))
     while left:
         node = left.pop()
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not is_collective(node):
             operands = node.all_input_nodes
             graph.erase_node(node)
             left += operands

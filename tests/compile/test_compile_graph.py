@@ -12,6 +12,9 @@ from cost_model.errors import ShardingError, UnsupportedOpError
 from cost_model.measure.own_collectives import SHARED
 from passes.compile.compile_graph import _check_order, check_backend, compile_graph
 from passes.compile.expand_ops import expand_ops
+from passes.ir.op_traits import is_collective
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_tracing import fake_tensors
 from passes.ops import attention
 from tests.ranks import RankPool
 from tests.runtime.graphs import Local
@@ -153,3 +156,24 @@ def test_any_torch_compile_backend_runs_the_graph() -> None:
     call = compile_graph(local.module(local.call(aten.sin.default, x)), "aot_eager")
     value = torch.randn(4, 4)
     torch.testing.assert_close(call([value])[0], value.sin())
+
+
+def test_a_transfer_is_kept_that_nothing_reads_any_more() -> None:
+    """Attention of no rows is computed from nothing; ranks with rows wait for what this one sends."""
+    graph, looks = fx.Graph(), [(0, 2, 9, 4)] * 5 + [(0, 2, 9)]
+    values = fake_tensors([(shape, torch.float32, torch.device("cpu"), False) for shape in looks])
+    grad, *others = nodes = [graph.placeholder(f"x{i}") for i in range(6)]
+    sent = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (grad, "sum", "0"))
+    came = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (sent,))
+    backward = torch.ops.autoshard.attention_backward.default
+    made = graph.call_function(backward, (came, *others[:3], None, *others[3:], True, 0.5))
+    for node, value in zip((*nodes, sent, came), (*values, values[0], values[0]), strict=True):
+        node.meta["val"] = value
+    with fake_mode_of(values[0]):
+        made.meta["val"] = backward(*values[:4], None, *values[4:], True, 0.5)
+    graph.output((made,))
+    expanded = expand_ops(fx.GraphModule(torch.nn.Module(), graph))
+    assert [str(node.target) for node in expanded.graph.nodes if is_collective(node)] == [
+        "_c10d_functional.all_reduce.default",
+        "_c10d_functional.wait_tensor.default",
+    ]
