@@ -57,6 +57,10 @@ TURNS, TURNED_EDGES, PATIENCE, MOST_EXPENSIVE = 8, 4000, 3, 0.02
 are no better end it, and by what share of its step they may take longer by the objective."""
 
 
+NEAR = 0.05
+"""Share of the best program's step by which others may be slower whose steps say how far programs are from the count."""
+
+
 @dataclass(frozen=True)
 class Agreed:
     """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan
@@ -152,6 +156,8 @@ class _Search:
             if self._is_within(self.gap) or self.judging.late():
                 break
             look()
+        if not self._stopped() and not self.judging.late():
+            self._prove()
         agreed = self._agreed(self.best, ended=True)
         return replace(agreed, rivals=self._others(self.best, agreed))
 
@@ -186,9 +192,22 @@ class _Search:
         return self.solution.lower_bound + sum(overlap.extra for overlap in overlaps)
 
     def _proven(self) -> float:
-        """Of programs, as far as those that were judged tell."""
-        faster = lambda overlaps: min(one.seconds - one.counted(overlaps) for one in self.judging.programs)
+        """Of programs, as far as those that were judged tell: of these the ones that are nearly as fast as the best."""
+        programs = self.judging.programs
+        most = (1.0 + NEAR) * min(one.seconds for one in programs)
+        near = [one for one in programs if one.seconds <= most]
+        faster = lambda overlaps: min(one.seconds - one.counted(overlaps) for one in near)
         return max(bound + min(0.0, faster(overlaps)) for overlaps, bound in self.counted.items())
+
+    def _prove(self) -> None:
+        """Counts once more, under the overlap of the best plan, where that is another and too little is proven."""
+        overlaps = self.best.corrected(self.overlaps)
+        alike = all(a.hides_as(b) for a, b in zip(self.overlaps, overlaps, strict=True))
+        if alike or self._proven() >= self.best.seconds * (1.0 - self.gap):
+            return
+        self.overlaps = overlaps
+        self._take(self.rivals.solve(overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))))
+        self.best = self.judging.better(self.solution.choice, self.best)
 
     def _look(self, choices: Iterable[Choice]) -> None:
         self.best = self.judging.best_of(choices, self.best)
