@@ -58,7 +58,7 @@ are no better end it, and by what share of its step they may take longer by the 
 
 
 NEAR = 0.05
-"""Share of the best program's step by which others may be slower whose steps say how far programs are from the count."""
+"""Share of the best program's step by which those may be slower that say how much less programs take than counted."""
 
 
 @dataclass(frozen=True)

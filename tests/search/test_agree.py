@@ -181,8 +181,8 @@ def test_a_large_problem_is_counted_once_more_for_its_bound() -> None:
 
 @pytest.mark.parametrize(("other", "less"), [(8.3, 1.7), (9.0, 0.0)], ids=["near", "far"])
 def test_a_bound_is_as_much_lower_as_a_near_program_is_faster_than_counted(other: float, less: float) -> None:
-    """The plan that is fastest if nothing hides is counted as 10 seconds; its program takes less. One that is slower than
-    the best by more than a twentieth says nothing of faster ones."""
+    """The plan that is fastest if nothing hides is counted as 10 seconds; its program takes less. One that is slower
+    than the best by more than a twentieth says nothing of faster ones."""
     found = searched({GATHERED: 8.0, WHOLE: other})
     assert found.choice == GATHERED and found.lower_bound == pytest.approx(40.0 / 7.0 - less)
 
