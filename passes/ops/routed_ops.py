@@ -20,6 +20,7 @@ alone; on CUDA it is what runs, where its operands' dtype and layout allow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,30 +75,40 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.groups = first, count
 
 
-def _gradient_of_mm(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dA = dC B^T, and dB = the outer products of A and dC."""
-    if grad is None:
-        return (None,) * 5
-    a, b, ids = ctx.saved_tensors
-    wants_a, wants_b, *_ = ctx.needs_input_grad
-    of_a = routed_mm(grad, b.transpose(-1, -2), ids, *ctx.groups) if wants_a else None
-    of_b = routed_outer(a, grad, ids, *ctx.groups) if wants_b else None
-    return of_a, of_b, None, None, None
+Term = Callable[..., Tensor]
+"""Of a, b, the result's gradient, ids, first and count: the gradient of an operand."""
 
 
-def _gradient_of_outer(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dA = B dC^T and dB = A dC, of the rows' own groups."""
-    if grad is None:
-        return (None,) * 5
-    a, b, ids = ctx.saved_tensors
-    wants_a, wants_b, *_ = ctx.needs_input_grad
-    of_a = routed_mm(b, grad.transpose(-1, -2), ids, *ctx.groups) if wants_a else None
-    of_b = routed_mm(a, grad, ids, *ctx.groups) if wants_b else None
-    return of_a, of_b, None, None, None
+def _gradient(of_a: Term, of_b: Term) -> Callable[..., tuple[Tensor | None, ...]]:
+    def gradient(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        a, b, ids = ctx.saved_tensors
+        wanted = zip(ctx.needs_input_grad[:2], (of_a, of_b), strict=True)
+        return (
+            *(of(a, b, grad, ids, *ctx.groups) if needs else None for needs, of in wanted),
+            None,
+            None,
+            None,
+        )
+
+    return gradient
 
 
-routed_mm.register_autograd(_gradient_of_mm, setup_context=_setup_context)
-routed_outer.register_autograd(_gradient_of_outer, setup_context=_setup_context)
+routed_mm.register_autograd(
+    _gradient(
+        lambda a, b, grad, *groups: routed_mm(grad, b.transpose(-1, -2), *groups),
+        lambda a, b, grad, *groups: routed_outer(a, grad, *groups),
+    ),
+    setup_context=_setup_context,
+)
+routed_outer.register_autograd(
+    _gradient(
+        lambda a, b, grad, *groups: routed_mm(b, grad.transpose(-1, -2), *groups),
+        lambda a, b, grad, *groups: routed_mm(a, grad, *groups),
+    ),
+    setup_context=_setup_context,
+)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
