@@ -216,8 +216,8 @@ def _said(error: BaseException) -> str:
 def _demo(arguments: argparse.Namespace) -> int:
     from autoshard.demo import run_demo
 
-    a = arguments
-    return run_demo(a.ranks, a.steps, a.backend, a.output, a.graph)
+    options = arguments.ranks, arguments.steps, arguments.backend, arguments.output, arguments.graph
+    return run_demo(*options)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +44,8 @@ def _lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
     for axis in plan.mesh.real_axes():
         if axis != plan.axis:
             yield axis, axis_words([stage.records for stage in plan.stages], axis)
-    yield from itertools.islice((("raced", line) for line in race_lines(plan.race)), 1)
+    for line in race_lines(plan.race)[:1]:
+        yield "raced", line
     yield "more", 'plan.explain(), plan.explain("name"), plan.why_not("FSDP"), plan.draw("plan.html")'
 
 
@@ -84,7 +84,7 @@ def _proof(plan: PlanContent) -> str:
 class _Uses:
     """What one axis does, in elements.
 
-    stored, read: of weights by whether the axis splits them where they are stored, and where they are read.
+    weights: by whether the axis splits them where they are stored, and where they are read.
     dims: of results in the forward, by what of them it splits.
     experts: whether it splits experts.
     """
@@ -104,17 +104,18 @@ def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
     """ "tensor parallel with sequence parallelism", "FSDP; batch split". stages: the records of each stage's graph."""
     uses = _Uses()
     for records in stages:
-        _note_weights(uses, records, axis)
-        _note_results(uses, records, axis)
+        made = made_of_parameters(records)
+        _note_weights(uses, records, made, axis)
+        _note_results(uses, records, made, axis)
     where_stored = uses.share_of_weights((True, True), (False, True))
     gathered = uses.share_of_weights((True, False))
     split = [dim for dim in ("batch", "sequence", "space") if uses.share_of_dims(dim) >= _MOST / 2]
-    names: list[str] = []
-    if uses.experts:
-        names.append("expert parallel")
+    names = ["expert parallel"] if uses.experts else []
     if where_stored >= _SOME and not (uses.experts and where_stored < _MOST):
         part = "" if where_stored >= 1.0 - _SOME else f" of {where_stored:.0%} of the weights"
-        sequence = " with sequence parallelism" if uses.share_of_dims("sequence") >= _SOME / 2 else ""
+        sequence = ""
+        if uses.share_of_dims("sequence") >= _SOME / 2:
+            sequence, split = " with sequence parallelism", [dim for dim in split if dim != "sequence"]
         names.append(f"tensor parallel{part}{sequence}")
     if gathered >= _SOME:
         part = "" if gathered >= 1.0 - _SOME else f" of {gathered:.0%} of the weights"
@@ -123,26 +124,22 @@ def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
         names.append(_OF_WHOLE_WEIGHTS[split[0]])
     if not names:
         return "every rank computes the same"
-    said = {dim for dim in split if not (dim == "sequence" and "sequence" in "".join(names))}
-    return "; ".join([", ".join(names), *(f"{dim} split" for dim in split if dim in said)])
+    return "; ".join([", ".join(names), *(f"{dim} split" for dim in split)])
 
 
 _OF_WHOLE_WEIGHTS = {"batch": "DDP", "sequence": "context parallel", "space": "domain parallel with halos"}
 
 
-def _note_weights(uses: _Uses, records: Sequence[NodeRecord], axis: str) -> None:
-    """By how their readers have them; casts and views of a weight are the weight."""
-    made = made_of_parameters(records)
+def _note_weights(uses: _Uses, records: Sequence[NodeRecord], made: set[str], axis: str) -> None:
+    """By how their readers have them; casts and views of a weight, `made` of it, are the weight."""
     of = {record.name: record for record in records}
     read: dict[str, bool] = defaultdict(bool)
     for record in records:
         for operand in record.operands:
             if operand.source in made and record.name not in made and record.op != "output":
                 read[_root(operand.source, of)] |= axis in operand.layout.axes
-                is_expert = record.op in _ROUTED and any(
-                    split.factor == "g" and axis in split.axes for split in record.splits
-                )
-                uses.experts |= is_expert
+                experts = (one.axes for one in record.splits if one.factor == "g" and record.op in _ROUTED)
+                uses.experts |= any(axis in axes for axes in experts)
     for record in records:
         if record.op == "param":
             stored = axis in record.results[0].layout.axes
@@ -155,10 +152,9 @@ def _root(name: str, of: dict[str, NodeRecord]) -> str:
     return name
 
 
-def _note_results(uses: _Uses, records: Sequence[NodeRecord], axis: str) -> None:
+def _note_results(uses: _Uses, records: Sequence[NodeRecord], made: set[str], axis: str) -> None:
     """Of the forward's results, without weights. A sequence is the middle dim of those that have three; space is what
     convolutions go over."""
-    made = made_of_parameters(records)
     results = [
         (record, result)
         for record in records

@@ -29,6 +29,7 @@ from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_pointwise
 from passes.ir.rewrite import call_like, emit, erase_dead, int_at, ints_at, shape_of, tensor_at
 from passes.ops.product_ops import format_equation, parse_equation
+from passes.ops.routed_ops import ROUTED
 
 aten = torch.ops.aten
 
@@ -227,7 +228,7 @@ def _contract(sweep: Sweep, node: fx.Node) -> Flat:
 def _routed(sweep: Sweep, node: fx.Node) -> Flat:
     """Rows and ids agree on finer dims of tokens; matrices are whole."""
     *operands, ids = tensor_operands(node)
-    counted = operands if node.target is torch.ops.autoshard.routed_outer.default else operands[:1]
+    counted = operands[: ROUTED[node.target]]
     groups = tuple(map(resolve, zip(*(sweep.flat(x).groups for x in (ids, *counted)), strict=False)))
     fine = lambda x: (*groups, sweep.flat(x).groups[-1].whole) if x in counted else trivial(shape_of(x))
     fitted = [sweep.fitted(x, fine(x), node) for x in operands]
@@ -262,8 +263,7 @@ _TABLE: dict[Any, PushRule] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     torch.ops.autoshard.contract.default: _contract,
-    torch.ops.autoshard.routed_mm.default: _routed,
-    torch.ops.autoshard.routed_outer.default: _routed,
+    **dict.fromkeys(ROUTED, _routed),
 }
 
 

@@ -17,10 +17,10 @@ from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.rewrite import emit, erase_dead, int_at, replace, shape_of, tensor_at
 from passes.ir.torch_sizes import counts_as
+from passes.ops.routed_ops import ROUTED
 from passes.rules.core.row_wise import rows_through
 
 aten = torch.ops.aten
-_ROUTED = (torch.ops.autoshard.routed_mm.default, torch.ops.autoshard.routed_outer.default)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Region:
 
     def _ids_are_groups(self, node: fx.Node) -> bool:
         """Whether the groups of a product of sorted rows are those that were sorted; they become its ids then."""
-        if node.target not in _ROUTED or tensor_at(node, 2) in self.rows:
+        if node.target not in ROUTED or tensor_at(node, 2) in self.rows:
             return True
         groups = tensor_at(node, 2)
         if not _counts_groups(groups, self.sort, int_at(node, 4), self.tried):

@@ -15,15 +15,15 @@ from passes.compile.join_linears import OpWriter, drop_unread
 from passes.ir.graph_pass import RankPass, run_rank_passes
 from passes.ir.rank_properties import COLLECTIVES
 from passes.ir.rewrite import duplicate_module, int_at, shape_of, tensor_at
+from passes.ops.routed_ops import ROUTED
 from passes.rules.core.row_wise import rows_through
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
-_ROUTED = (ours.routed_mm.default, ours.routed_outer.default)
 
 
 def with_sorted_rows(module: fx.GraphModule) -> fx.GraphModule:
     """`module`, or where it has products with experts a copy after `SortRows`."""
-    if not any(node.target in _ROUTED for node in module.graph.nodes):
+    if not any(node.target in ROUTED for node in module.graph.nodes):
         return module
     return run_rank_passes(duplicate_module(module), (SortRows(),))
 
@@ -51,7 +51,7 @@ class SortRows(RankPass):
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         routed: dict[fx.Node, list[fx.Node]] = {}
         for node in module.graph.nodes:
-            if node.target in _ROUTED:
+            if node.target in ROUTED:
                 routed.setdefault(tensor_at(node, 2), []).append(node)
         for ids, products in routed.items():
             _Sorting(module.graph, ids, products).run()
@@ -95,7 +95,7 @@ class _Sorting:
         made: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
             if node in self.products:
-                if node.target is _ROUTED[0]:
+                if node.target is ours.routed_mm.default:
                     made[node] = None
             elif any(operand in made for operand in node.all_input_nodes) and self._by_rows(node):
                 made[node] = None
@@ -126,7 +126,7 @@ class _Sorting:
         return wanted
 
     def _sorted_operands(self, product: fx.Node) -> list[fx.Node]:
-        return [tensor_at(product, i) for i in range(1 if product.target is _ROUTED[0] else 2)]
+        return [tensor_at(product, i) for i in range(ROUTED[product.target])]
 
     def _order_rows(self, first: fx.Node) -> None:
         """Emits the order, its inverse, and the ends of the groups."""
@@ -154,7 +154,7 @@ class _Sorting:
         emit, groups = self._emit, (self._ends, *node.args[3:])
         rows = [self._in_order(operand) for operand in self._sorted_operands(node)]
         flat = [emit(row, aten.reshape.default, row, [self._length, shape_of(row)[-1]]) for row in rows]
-        if node.target is _ROUTED[0]:
+        if node.target is ours.routed_mm.default:
             y = emit(node, ours.grouped_mm.default, flat[0], tensor_at(node, 1), *groups)
             self.sorted[node] = emit(node, aten.view.default, y, list(shape_of(node)))
         else:

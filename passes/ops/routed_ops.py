@@ -68,6 +68,13 @@ routed_outer = differentiable_operator(
 """See the module."""
 
 
+ROUTED: dict[Any, int] = {
+    torch.ops.autoshard.routed_mm.default: 1,
+    torch.ops.autoshard.routed_outer.default: 2,
+}
+"""How many of the first operands have the rows of `ids`."""
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, ids, first, count = inputs
     ctx.set_materialize_grads(False)

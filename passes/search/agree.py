@@ -206,7 +206,12 @@ class _Search:
         if alike or self._proven() >= self.best.seconds * (1.0 - self.gap):
             return
         self.overlaps = overlaps
-        self._take(self.rivals.solve(overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))))
+        self._again()
+
+    def _again(self) -> None:
+        """Searches once more, from the best plan."""
+        self._take(self.rivals.solve(self.overlaps, self.best.choice, max(AGAIN_GAP, _inner(self.gap))))
+        self.hear(self._agreed(self.best))
         self.best = self.judging.better(self.solution.choice, self.best)
 
     def _look(self, choices: Iterable[Choice]) -> None:
@@ -267,9 +272,7 @@ class _Search:
             before, self.overlaps = self.overlaps, self.best.corrected(self.overlaps)
             if all(a.hides_as(b) for a, b in zip(before, self.overlaps, strict=True)):
                 return
-            gap = max(AGAIN_GAP, _inner(self.gap))
-            self._take(self.rivals.solve(self.overlaps, self.best.choice, gap))
-            self.hear(self._agreed(self.best))
-            best, self.best = self.best, self.judging.better(self.solution.choice, self.best)
+            best = self.best
+            self._again()
             if self.best is best or self._is_within(self.gap) or self.judging.late():
                 return
