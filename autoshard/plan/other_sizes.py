@@ -74,20 +74,15 @@ class OtherSizes:
 
         ShardingError for sizes that the call does not have, CaptureError where the model does not take them, PlanError
         where it is no longer as it was."""
-        joint, there = task.joint, self._whole(task, sizes)
-        pieces = min(joint.pieces, most_pieces(there.captured))
-        return replace(there, captured=cut_call(there.captured, pieces, joint.head_pieces))
+        return _cut(self._whole(task, sizes), task.joint.pieces, task.joint.head_pieces)
 
     def plan(self, task: Task, plan: Plan, sizes: Mapping[str, int]) -> Plan:
         """What `plan` is at these sizes: its layouts, and what it computes again. No limit is asked; nothing is proven
         of it."""
-        task = replace(task, memory_limit=None)
+        there = self._whole(replace(task, memory_limit=None), sizes)
         if isinstance(plan, PipelinePlan):
-            return carried_stages(self._whole(task, sizes), plan)
-        there = self._whole(task, sizes)
-        pieces = min(plan.micro_batches, most_pieces(there.captured))
-        cut = cut_call(there.captured, pieces, plan.head_pieces)
-        return carried_plan(replace(there, captured=cut), plan, judge=True)
+            return carried_stages(there, plan)
+        return carried_plan(_cut(there, plan.micro_batches, plan.head_pieces), plan, judge=True)
 
     def _whole(self, task: Task, sizes: Mapping[str, int]) -> Task:
         shapes = resized_shapes(self.shapes, sizes)
@@ -119,6 +114,12 @@ class OtherSizes:
         ]
         args, kwargs = unflatten(self.key.tree, tensors)
         return self.capture(self.model, args, kwargs)
+
+
+def _cut(task: Task, pieces: int, head_pieces: int) -> Task:
+    """Of a whole call, in so many pieces, or fewer where there are fewer samples."""
+    pieces = min(pieces, most_pieces(task.captured))
+    return replace(task, captured=cut_call(task.captured, pieces, head_pieces))
 
 
 def largest_sizes(sizes: Any) -> dict[str, int]:

@@ -43,7 +43,7 @@ def is_for_sizes(plan: Plan) -> bool:
     if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
         return False
     ends = (*plan.inputs.values(), *plan.outputs.values())
-    return not any(one is not None and (one.has_halo or any(one.sizes)) for one in ends)
+    return not any(one is not None and one.counts_rows for one in ends)
 
 
 class _Taking:

@@ -180,6 +180,11 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     def has_halo(self) -> bool:
         return any(halo is not None for halo in self.halos)
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether parts of a dim are given in numbers: halos, or sizes other than torch.chunk's."""
+        return self.has_halo or any(sizes is not None for sizes in self.sizes)
+
     def split_sizes(self, shape: Sequence[int], mesh: MeshSpec, dim: int) -> tuple[int, ...]:
         """Sizes of what is held of `dim`, one per linear index over its axes; (shape[dim],) if not split."""
         halo = self.halos[dim]

@@ -20,7 +20,7 @@ def layout_to_placements(layout: Layout, mesh: MeshSpec) -> tuple[Placement, ...
     number of tp shards as its split factor, as torch's FSDP of TP. Layouts with explicit sizes have
     no placements: ShardingError.
     """
-    if layout.has_halo or any(sizes is not None for sizes in layout.sizes):
+    if layout.counts_rows:
         raise ShardingError(f"layout {layout} has explicit split sizes, which torch placements cannot state")
     reductions = dict(layout.partial)
     return tuple(_placement(axis, layout, reductions, mesh) for axis in mesh.names)

@@ -79,16 +79,12 @@ def _operand(operand: OperandRecord, layout: Layout, held: Layout, known: Sequen
     def led(transfer: Reshard) -> Reshard:
         after = next((symbols for numbers, symbols in known if numbers == transfer.after), None)
         if after is None:
-            if not _counts_rows(transfer.after):
+            if not transfer.after.counts_rows:
                 return transfer
             raise SizesLost(f"a transfer of {operand.source} has a layout on its way that nothing reads")
         return structs.replace(transfer, after=after)
 
     return structs.replace(operand, layout=layout, transfers=tuple(map(led, operand.transfers)))
-
-
-def _counts_rows(layout: Layout) -> bool:
-    return layout.has_halo or any(layout.sizes)
 
 
 def _layouts(node: fx.Node, record: NodeRecord, read: dict[Place, list[Pair]], mesh: MeshSpec) -> NodeLayouts:
