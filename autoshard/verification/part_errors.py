@@ -12,8 +12,9 @@ from torch import fx
 from autoshard.plan.plan import Plan
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
+from passes.canonicalize.mark_rows import regions
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.layout.layout import Layout
+from passes.layout.layout import ROUTED, Layout, nested_spans
 from passes.lower.partition import RankGraph
 from passes.rules.windowed.windowed import spread
 from passes.simulate.reference import widened
@@ -43,20 +44,35 @@ def piece_error(
     mesh: MeshSpec,
     rank: int,
     floor: float,
+    ids: tuple[torch.Tensor, int] | None = None,
 ) -> float:
     """Relative error of one rank's shard, its pending reductions done first.
 
-    pieces: of every rank. floor: the least scale that an error is relative to. inf for another shape.
+    pieces: of every rank. floor: the least scale that an error is relative to. inf for another shape. ids: the expert of
+    each row, and how many there are, where a row counts on the rank of its expert alone.
     """
     if any(halo is not None and halo.summed for halo in layout.halos):
         got, part = _summed(pieces, expected, layout, mesh, rank)
     else:
-        axes = [axis for axis, _ in layout.partial]
+        axes = [axis for axis, op in layout.partial if op != ROUTED]
         got = _reduced([pieces[r] for r in mesh.group(rank, axes)], layout)
         part = shard_of(expected, layout, mesh, rank)
+        if ids is not None and got.shape == part.shape:
+            got = torch.where(_counts(ids, layout, part, mesh, rank), got, part)
     if got.shape != part.shape:
         return float("inf")
     return relative_error(got, part, max(largest([expected]), floor))
+
+
+def _counts(
+    ids: tuple[torch.Tensor, int], layout: Layout, part: torch.Tensor, mesh: MeshSpec, rank: int
+) -> torch.Tensor:
+    """Which rows of a rank's part are of its own experts."""
+    (experts, count), n = ids, ids[0].ndim
+    axes = [axis for axis in mesh.names if (axis, ROUTED) in layout.partial]
+    lo, hi = nested_spans(count, tuple(map(mesh.size, axes)))[mesh.linear_index(rank, axes)]
+    own = shard_of(experts, Layout(layout.dims[:n], (), layout.sizes[:n], layout.halos[:n]), mesh, rank)
+    return ((own >= lo) & (own < hi)).reshape(*own.shape, *[1] * (part.ndim - n))
 
 
 def _summed(
@@ -85,7 +101,8 @@ def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Ten
     present = [piece for piece in pieces if piece is not None]
     if len(present) == 1:
         return present[0]
-    operation = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[layout.partial[0][1]]
+    how = next(op for _, op in layout.partial if op != ROUTED)
+    operation = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how]
     total = present[0]
     for piece in present[1:]:
         total = operation(total, piece)
@@ -173,6 +190,11 @@ class Watcher:
         self._errors: dict[str, float] = {}
         self._operands = {node.name: [o.name for o in tensor_operands(node)] for node in self._order}
         self._layouts = {node.name: _layout(plan, node) for node in self._order if _is_single(node)}
+        self._ids = {
+            node.name: (region.ids.name, region.experts)
+            for region in regions(joint.graph)
+            for node in region.rows
+        }
 
     def attach(self, graphs: Sequence[RankGraph]) -> None:
         for graph in graphs:
@@ -197,8 +219,13 @@ class Watcher:
         mesh, layout = self._plan.mesh, self._layouts[name]
         cancelled = CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
         floor = max(cancelled, self._least.get(name, 0.0))
-        ranks = range(len(ordered))
-        self._errors[name] = max(piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
+        ids = None
+        if any(op == ROUTED for _, op in layout.partial):
+            node, count = self._ids[name]
+            ids = self._expected[node], count
+        self._errors[name] = max(
+            piece_error(ordered, expected, layout, mesh, rank, floor, ids) for rank in range(len(ordered))
+        )
 
     def first(self, limit: float) -> Divergence | None:
         for node in self._order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from passes.canonicalize.gradients import PadsToCat, ScatterToWhere, SinkExpands, SplitConvolutionBackward
 from passes.canonicalize.insert_uses import InsertUses, MarkCausalMasks
+from passes.canonicalize.mark_rows import MarkRows
 from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
 from passes.canonicalize.permutes import AbsorbPermutes, DropUnitDims, FusePermutes, MatmulToContract
 from passes.canonicalize.push_views import PushViews
@@ -46,8 +47,9 @@ PIPELINE: tuple[GraphPass, ...] = (
     MergeDuplicates(),
     RemoveDeadCode(),
     MarkCausalMasks(),
-    # Last: nothing looks through a use.
+    # Nothing looks through a use.
     InsertUses(),
+    MarkRows(),
 )
 
 

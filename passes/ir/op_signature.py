@@ -13,9 +13,9 @@ from passes.ir.joint import node_values
 
 def op_signature(node: fx.Node) -> Hashable:
     """Equal for two ops if all that a rule's builder and the prices read is: the op, every tensor operand and result in
-    shape and dtype, and every other argument in type, value and place. Names, strides and readers do not count.
+    shape and dtype, and every other argument in type, value and place, and what `MarkRows` says. Names, strides and readers do not count.
     """
-    return node.target, looks((node.args, node.kwargs, node_values(node)), _shape)
+    return node.target, node.meta.get("rows"), looks((node.args, node.kwargs, node_values(node)), _shape)
 
 
 def _shape(tensor: torch.Tensor) -> Hashable:

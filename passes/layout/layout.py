@@ -19,7 +19,9 @@ from cost_model.checked_arguments import Count, Word
 from cost_model.mesh import MeshSpec
 
 REDUCE_OPS = ("sum", "max", "min")
-ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join(REDUCE_OPS)})$")]
+ROUTED = "routed"
+"""Pending without a reduction: a row counts on the rank that has its expert, and is anything on the others."""
+ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join((*REDUCE_OPS, ROUTED))})$")]
 _MAX_DIMS = 64
 Dim = Annotated[int, Meta(ge=0, lt=_MAX_DIMS)]
 _Position = Annotated[int, Meta(ge=-(2**62), le=2**62)]
@@ -113,7 +115,7 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     """For each tensor dim the mesh axes that split it, and the axes with a pending reduction.
 
     dims:    per dim, the axes splitting it, major to minor. () is not split.
-    partial: (axis, op) pairs, sorted by axis name; op is one of `REDUCE_OPS`. Every rank along the
+    partial: (axis, op) pairs, sorted by axis name; op is one of `REDUCE_OPS`, or `ROUTED`. Every rank along the
              axis holds a full-size tensor; the value is their reduction.
     sizes:   per dim, explicit split sizes (one per linear index over the dim's axes), or None for
              the default: nested `torch.chunk`. Build with `Layout.of`, which keeps this normal:
@@ -175,6 +177,11 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     def dim_of(self, axis: str) -> int | None:
         """The dim that `axis` splits, if any."""
         return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
+
+    def share(self, mesh: MeshSpec) -> float:
+        """What part of a shard's rows count on its rank, where experts have equally many."""
+        routed = [axis for axis, op in self.partial if op == ROUTED]
+        return 1.0 / mesh.size(*routed) if routed else 1.0
 
     @property
     def has_halo(self) -> bool:

@@ -16,7 +16,7 @@ from passes.ir.graph_pass import RankPass, run_rank_passes
 from passes.ir.rank_properties import COLLECTIVES
 from passes.ir.rewrite import duplicate_module, int_at, shape_of, tensor_at
 from passes.ops.routed_ops import ROUTED
-from passes.rules.core.row_wise import rows_through
+from passes.rules.core.row_wise import has_rows, is_by_rows
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 
@@ -75,7 +75,6 @@ class _Sorting:
     def __post_init__(self) -> None:
         self._emit = OpWriter(self.graph)
         self._shape = shape_of(self.ids)
-        self._rows = tuple(range(len(self._shape)))
         self._length = math.prod(self._shape)
 
     def run(self) -> None:
@@ -97,22 +96,11 @@ class _Sorting:
             if node in self.products:
                 if node.target is ours.routed_mm.default:
                     made[node] = None
-            elif any(operand in made for operand in node.all_input_nodes) and self._by_rows(node):
+            elif any(operand in made for operand in node.all_input_nodes) and (
+                node.target is operator.getitem or is_by_rows(node, self._shape)
+            ):
                 made[node] = None
         return set(made)
-
-    def _by_rows(self, node: fx.Node) -> bool:
-        if node.op != "call_function":
-            return False
-        if node.target is operator.getitem:
-            return True
-        rows = {n: self._rows for n in node.all_input_nodes if self._has_rows(n)}
-        found = rows_through(node, rows) if rows else None
-        return found is not None and all(dims == self._rows for dims in found)
-
-    def _has_rows(self, node: fx.Node) -> bool:
-        value = node.meta["val"]
-        return isinstance(value, torch.Tensor) and tuple(value.shape[: len(self._shape)]) == self._shape
 
     def _wanted(self, made: set[fx.Node]) -> set[fx.Node]:
         """Of those, what products read, by way of other such ops."""
@@ -164,7 +152,7 @@ class _Sorting:
     def _in_order(self, node: fx.Node) -> fx.Node:
         """`node` sorted, if it has rows."""
         if node not in self.sorted:
-            if not self._has_rows(node):
+            if not has_rows(node, self._shape):
                 return node
             self.sorted[node] = self._taken(node, node, self._order)
         return self.sorted[node]

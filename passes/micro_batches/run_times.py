@@ -32,8 +32,8 @@ from passes.ir.joint import (
 from passes.ir.op_traits import is_view
 from passes.ir.op_work import global_flops
 from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
-from passes.micro_batches.time_axis import given_layouts, time_mesh
+from passes.layout.layout import ROUTED, Layout
+from passes.micro_batches.time_axis import TIME, given_layouts, time_mesh
 from passes.rules.core.rule import OpRule
 from passes.search.class_key import class_key
 from passes.solver.problem import Array, Problem
@@ -215,7 +215,8 @@ def _op_labels(
 
 def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
     """No piece is empty, all run the same ops, and none reads what is another's."""
-    if any(layout.has_halo for layout in (*strategy.operands, *strategy.results)):
+    layouts = (*strategy.operands, *strategy.results)
+    if any(layout.has_halo or (TIME, ROUTED) in layout.partial for layout in layouts):
         return False
     if any(split.factor in rule.unlike for split in strategy.splits):
         return False

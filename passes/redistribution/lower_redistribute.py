@@ -53,6 +53,7 @@ from passes.redistribution.steps import (
     Slice,
     Step,
     ToPartial,
+    ToRouted,
 )
 
 aten = torch.ops.aten
@@ -210,6 +211,7 @@ def _shift(spans: Sequence[Span], origin: int) -> list[Span]:
 _EMIT: Mapping[type[Step], Callable[[HaloSite, fx.Node], fx.Node]] = {
     Slice: _slice,
     ToPartial: _to_partial,
+    ToRouted: lambda site, x: x,
     AllGather: _all_gather,
     AllReduce: _all_reduce,
     ReduceScatter: _reduce_scatter,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
-from passes.layout.layout import Layout
+from passes.layout.layout import ROUTED, Layout
 from passes.redistribution.dim_splits import UNSPLIT, DimSplits, Split, subsets
 from passes.redistribution.steps import (
     AllGather,
@@ -22,6 +22,7 @@ from passes.redistribution.steps import (
     Slice,
     Step,
     ToPartial,
+    ToRouted,
 )
 
 Partial = tuple[tuple[str, str], ...]
@@ -50,11 +51,12 @@ class NextStep(NamedTuple):
 @dataclass(frozen=True)
 class Moves:
     """The moves out of a state. This is the definition of what a redistribution may do. joined: axes that are moved
-    together, in `dims` as well."""
+    together, in `dims` as well. routed: axes over which rows may come to count on the rank of their expert."""
 
     mesh: MeshSpec
     dims: tuple[DimSplits, ...]
     joined: JoinedAxes = ()
+    routed: frozenset[str] = frozenset()
 
     def __call__(self, state: State) -> Iterator[NextStep]:
         yield from self.local(state)
@@ -77,8 +79,10 @@ class Moves:
             for trimmed in splits.trims(state.splits[dim]):
                 yield NextStep(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
         for unit in free:
-            partial = tuple(sorted((*state.partial, *((axis, "sum") for axis in unit))))
-            yield NextStep(ToPartial, unit, (), "sum", State(state.splits, partial))
+            kinds = ((ToPartial, "sum"), (ToRouted, ROUTED)) if self.routed.issuperset(unit) else ((ToPartial, "sum"),)
+            for make, op in kinds:
+                partial = tuple(sorted((*state.partial, *((axis, op) for axis in unit))))
+                yield NextStep(make, unit, (), op, State(state.splits, partial))
 
     def gathers_and_exchanges(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):
@@ -103,7 +107,7 @@ class Moves:
                 yield NextStep(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
     def reductions(self, state: State) -> Iterator[NextStep]:
-        for op in sorted({op for _, op in state.partial}):
+        for op in sorted({op for _, op in state.partial} - {ROUTED}):
             axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
             for chosen in map(chained, subsets(in_units(axes, self.joined))):
                 left = tuple((a, o) for a, o in state.partial if a not in chosen)

@@ -66,6 +66,13 @@ class ToPartial(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToRouted(Step):
+    """Replicated -> `ROUTED`: rows of others' experts are no longer looked at. Local, free."""
+
+    name = "to_routed"
+
+
+@dataclass(frozen=True, kw_only=True)
 class AllGather(Step):
     """Undo the split of `dim` by its minor-most `axes`, as one group."""
 
@@ -145,6 +152,7 @@ STEPS: Mapping[str, type[Step]] = MappingProxyType(
         for step in (
             Slice,
             ToPartial,
+            ToRouted,
             AllGather,
             AllReduce,
             ReduceScatter,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cost_model.deadline import NEVER, Deadline
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Layout, nested_sizes
+from passes.layout.layout import ROUTED, Layout, nested_sizes
 from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split, sort_key
 from passes.redistribution.moves import Moves, NextStep, Partial, State, as_state, as_step
 from passes.redistribution.steps import PAYLOAD_BYTES, Step
@@ -85,6 +85,10 @@ class Universe:
                 sizes = sizes if halo is None else halo.sizes
                 largest[i] = max(nested_sizes(length, counts[i]) if sizes is None else sizes)
             total *= largest[self.split_ids[:, dim]]
+        for i, state in enumerate(self.states):
+            routed = [axis for axis, op in state.partial if op == ROUTED]
+            if routed:
+                total[i] //= self.mesh.size(*routed)
         return total
 
     def payloads(self, shard_bytes: Ints) -> Ints:
@@ -124,7 +128,8 @@ def build_universe(
 
     joined: axes that are moved together. Raises OutOfTime.
     """
-    expand = Moves(mesh, tuple(DimSplits(mesh, spec, joined) for spec in key.dims), joined)
+    routed = frozenset(axis for axis, op in key.reduced if op == ROUTED)
+    expand = Moves(mesh, tuple(DimSplits(mesh, spec, joined) for spec in key.dims), joined, routed)
     plain = (UNSPLIT,) * len(key.dims)
     partials = [p for p in _partials(key.reduced) if all(_alike(p, run) for run in joined)]
     held = itertools.product(partials, _summands(expand.dims))
@@ -229,7 +234,8 @@ def step_problems(
         {name: mesh.size(name) for name in mesh.names if name in used or not used}, mesh.device_type
     )
     runs = tuple(run for run in joined if used.issuperset(run))
-    moves = Moves(part, tuple(DimSplits(part, spec, runs) for spec in key.dims), runs)
+    routed = frozenset(axis for axis, op in key.reduced if op == ROUTED)
+    moves = Moves(part, tuple(DimSplits(part, spec, runs) for spec in key.dims), runs, routed)
     now = held
     for step in steps:
         state = as_state(now, dims)

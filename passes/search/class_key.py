@@ -17,4 +17,5 @@ def class_key(node: fx.Node) -> Hashable:
         repr(map_operands(node, tokens)),
         str(result_shapes(node)),
         str(first_value(node).dtype),
+        node.meta.get("rows"),
     )

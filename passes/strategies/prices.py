@@ -35,7 +35,8 @@ T = TypeVar("T")
 def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> int:
     """Bytes of the largest shard of result `index` of `node` under `layout`."""
     value = node_value(node, index)
-    return math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
+    count = math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
+    return math.ceil(count * layout.share(mesh)) if layout.partial else count
 
 
 def strategy_seconds(
@@ -69,7 +70,9 @@ def strategy_seconds(
 
     share_of = lambda split: _share(split, rule, mesh)
     shape_of = lambda layout, i: layout.max_local_shape(node_value(operands[i]).shape, mesh)
-    read = lambda layout, i: math.prod(once(shape_of, layout, i)) * node_value(operands[i]).element_size()
+    read = lambda layout, i: (
+        math.prod(once(shape_of, layout, i)) * node_value(operands[i]).element_size() * layout.share(mesh)
+    )
     written = lambda layout, i: local_nbytes(layout, node, i, mesh)
 
     def seconds(strategy: NodeLayouts) -> float:

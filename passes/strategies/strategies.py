@@ -12,7 +12,7 @@ from typing import Any
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
-from passes.layout.layout import Halo, Layout, nested_sizes, normal_split
+from passes.layout.layout import ROUTED, Halo, Layout, nested_sizes, normal_split
 from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 
@@ -100,6 +100,10 @@ class _Offered:
     shared: dict[Hashable, Any]
     made: dict[Hashable, list[FactorSplit]] = field(default_factory=dict)
 
+    @cached_property
+    def by_expert(self) -> frozenset[str]:
+        return self.rule.by_expert
+
     def splits(self, choices: Sequence[_Choice]) -> Iterator[tuple[FactorSplit, ...]]:
         units_of: dict[str, tuple[Unit, ...]] = {}
         for choice in choices:
@@ -109,12 +113,13 @@ class _Offered:
 
     def _of_factor(self, factor: str, units: tuple[Unit, ...]) -> list[FactorSplit]:
         if (factor, units) not in self.made:
-            orders = map(chained, itertools.permutations(units) if self.any_order else [units])
+            plain = factor in self.by_expert
+            orders = map(chained, itertools.permutations(units) if self.any_order and not plain else [units])
             ways = (
                 FactorSplit(factor, order, spans)
                 for order in orders
                 for spans in (
-                    *self.cuts.options(self.rule.sizes[factor], order, self.mesh),
+                    *self.cuts.options(self.rule.sizes[factor], order, self.mesh)[: 1 if plain else None],
                     *self.wider.get((factor, order), ()),
                 )
             )
@@ -147,6 +152,8 @@ class _Maker:
             for factor, op in tensor.summed:
                 if factor in by_factor:
                     partial += [(axis, op) for axis in by_factor[factor].axes]
+            if rule.routed.get(t) in by_factor:
+                partial += [(axis, ROUTED) for axis in by_factor[rule.routed[t]].axes]
             held = [None if head is None else by_factor.get(head) for head in tensor.heads]
             key = (tensor.like, *map(id, held), *partial)
             if key not in self.made:

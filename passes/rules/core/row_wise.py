@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 
 from passes.ir.joint import tensor_operands
@@ -12,6 +13,22 @@ from passes.rules.core.rule_registry import rule_for
 
 Rows = tuple[int, ...]
 """The dims of a tensor that count its rows."""
+
+
+def is_by_rows(node: fx.Node, shape: Sequence[int]) -> bool:
+    """Whether rows are counted by the first dims, of `shape`, of an op's results and of operands, and `rows_through`."""
+    if node.op != "call_function":
+        return False
+    first = tuple(range(len(shape)))
+    rows = {n: first for n in node.all_input_nodes if has_rows(n, shape)}
+    found = rows_through(node, rows) if rows else None
+    return found is not None and all(dims == first for dims in found)
+
+
+def has_rows(node: fx.Node, shape: Sequence[int]) -> bool:
+    """Whether the first dims are of `shape`."""
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and tuple(value.shape[: len(shape)]) == tuple(shape)
 
 
 def rows_through(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> tuple[Rows | None, ...] | None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from passes.ir.joint import map_operands, node_values, tensor_operands
 from passes.ir.op_schema import named_arguments
+from passes.layout.layout import ROUTED
 from passes.layout.windows import Window
 
 Dim = tuple[str, ...]
@@ -74,6 +75,8 @@ class OpRule:
     repeated:   factor -> how many times its operations all ranks do together where it is split; others: once.
     unlike:     factors where a rank runs another op than the others (the one that has the row reads it, the others make
                 zeros). Pieces of a batch do not split them: their graphs differ in numbers alone.
+    routed:     operand -> factor of experts: split over it, rows of the operand count on the rank of their expert
+                (`ROUTED`). Results for which `reductions` says so need not have the factor in their dims.
     localize:   emits this rank's op; None repeats the op on the local operands.
     others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
@@ -90,6 +93,7 @@ class OpRule:
     moved: frozenset[str] = frozenset()
     repeated: Mapping[str, float] = field(default_factory=dict)
     unlike: frozenset[str] = frozenset()
+    routed: Mapping[int, str] = field(default_factory=dict)
     localize: Localize | None = None
     others: tuple[OpRule, ...] = ()
 
@@ -132,6 +136,11 @@ class OpRule:
         return (*self.operands, *self.results)
 
     @property
+    def by_expert(self) -> frozenset[str]:
+        """Factors that layouts name by their axes alone: split in no other way than torch.chunk's, in mesh order."""
+        return frozenset((*self.routed.values(), *(f for f, op in self.reductions.items() if op == ROUTED)))
+
+    @property
     def splittable(self) -> tuple[str, ...]:
         """Factors an axis may choose, in order of first appearance in results, then operands."""
         seen: dict[str, None] = {}
@@ -139,6 +148,7 @@ class OpRule:
             for dim in tensor:
                 for factor in dim:
                     seen.setdefault(factor)
+        seen |= dict.fromkeys(self.by_expert)
         return tuple(f for f in seen if f not in self.whole and self.sizes[f] > 1)
 
 

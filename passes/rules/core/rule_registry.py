@@ -24,6 +24,7 @@ from passes.ir.torch_compat import op_key
 from passes.rules.core.assemble import pointwise, whole_rule
 from passes.rules.core.emit_op import neutral_where_empty
 from passes.rules.core.notation import Notation, parse
+from passes.rules.core.routed import with_experts
 from passes.rules.core.rule import Builder, Localize, OpCall, OpRule, describe
 from passes.rules.core.rule_table import TABLE
 
@@ -182,7 +183,8 @@ def _made(node: fx.Node, builder: Builder | None) -> OpRule:
     ):
         return whole_rule(call.shapes, n)
     try:
-        return builder(call)
+        rule, rows = builder(call), node.meta.get("rows")
+        return rule if rows is None else with_experts(rule, rows)
     except ShardingError as error:
         raise ShardingError(f"{node.target} at {node.name}: {error}") from None
 
