@@ -1,4 +1,4 @@
-"""Which ops work on rows of experts, so that a rank may have those of its own experts alone."""
+"""What works on rows of experts, so that a rank may have those of its own experts alone: where that ends, and marks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,54 @@ import torch
 from torch import fx
 
 from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.op_traits import is_use
-from passes.ir.rewrite import int_at, shape_of, tensor_at
-from passes.ops.routed_ops import ROUTED
+from passes.ir.op_traits import is_use, is_view
+from passes.ir.rewrite import emit, emit_at, replace, shape_of, tensor_at
+from passes.layout.layout import ROUTED
+from passes.ops.routed_ops import READ_ROWS
 from passes.rules.core.routed import RoutedRows
-from passes.rules.core.row_wise import is_by_rows
+from passes.rules.core.row_wise import has_rows, is_by_rows
+
+aten, ours = torch.ops.aten, torch.ops.autoshard
+
+
+@dataclass(frozen=True)
+class EndRows(GraphPass):
+    """Say where rows of experts become rows of all: a rank that has those of its own experts has zeros for others, or
+    adds up those of each token.
+
+        %z: f32[32, 2, 8] = routed_mm(%h, %down, %ids, 0, 6)
+        %w: f32[32, 2, 8] = aten.mul(%z, %weights)                   // %weights: f32[32, 2, 1]
+        %y: f32[32, 8]    = aten.sum(%w, [1])
+        ->
+        %y: f32[32, 8]    = sum_rows(%w, %ids, 0, 6)
+
+    What is done row by row behind products, with nothing as large beside, is done before.
+    """
+
+    requires = (NO_USES,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for products in _by_ids(joint.graph).values():
+            read = frozenset(_leading(joint.graph, products, frozenset()))
+            rows = _behind(joint.graph, products, read)
+            for node in {*products, *rows}:
+                if not isinstance(node.meta["val"], (tuple, list)) and node.target is not ours.routed_outer.default:
+                    _end(node, products, rows)
+        return joint
 
 
 @dataclass(frozen=True)
 class MarkRows(GraphPass):
-    """Mark what works row by row on what products with experts make, and leads to products with the same of them.
+    """Mark what works row by row on what products with experts make, and leads to products with the same or to an end.
 
-        %y: f32[32, 2, 16] = routed_mm(%x, %up, %ids, 0, 6)         // rows: its result
-        %h: f32[32, 2, 16] = relu(%y)                               // rows: its operand and its result
-        %z: f32[32, 2, 8]  = routed_mm(%h, %down, %ids, 0, 6)       // rows: its operand
+        %y: f32[32, 2, 16] = routed_mm(%x, %up, %ids, 0, 6)         // rows: its operand and its result
+        %h: f32[32, 2, 16] = relu(%y)                               // the same
+        %z: f32[32, 2, 8]  = routed_mm(%h, %down, %ids, 0, 6)       // the same
+        %y: f32[32, 8]     = sum_rows(%z, %ids, 0, 6)               // its operand; its result is a sum
 
-    With experts split, rows of %y and %h count on the rank of their expert, and %z is a sum (`Layout.partial`).
+    With experts split, such rows count on the rank of their expert (`Layout.partial`).
     """
 
     def __call__(self, joint: JointGraph) -> JointGraph:
@@ -37,66 +68,112 @@ class MarkRows(GraphPass):
 
 @dataclass(frozen=True)
 class Region:
-    """ids: the expert of every row. rows: values between products with them, of which a row may count on the rank of
-    its expert alone."""
+    """ids: the expert of every row. readers: products with the matrices of these, and ends. rows: what of a row may
+    count on the rank of its expert alone. others: values of which that may be said for other ids."""
 
     ids: fx.Node
-    products: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
     rows: frozenset[fx.Node]
+    others: frozenset[fx.Node]
 
     @property
     def experts(self) -> int:
-        return int_at(self.products[0], 4)
+        return int(self.readers[0].args[-1])  # type: ignore[arg-type]
 
     def mark(self) -> None:
-        for node in {*self.products, *self.rows}:
+        shape = shape_of(self.ids)
+        for node in {*self.readers, *self.rows}:
             if node.target is not operator.getitem:
-                node.meta["rows"] = RoutedRows(
-                    self.experts,
-                    frozenset(i for i, operand in enumerate(_rows_read(node)) if operand in self.rows),
-                    node in self.rows,
-                )
+                read = enumerate(tensor_operands(node)[: READ_ROWS.get(node.target)])
+                routed = (i for i, operand in read if operand not in self.others and has_rows(operand, shape))
+                pending = ROUTED if node in self.rows else "sum"
+                pending = None if node.target is ours.routed_outer.default else pending
+                node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending)
 
 
 def regions(graph: fx.Graph) -> list[Region]:
     """One for each tensor of ids. No value is in two: whose rows count where is said once."""
-    products: dict[Hashable, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.target in ROUTED:
-            products.setdefault((_behind_uses(tensor_at(node, 2)), *node.args[3:]), []).append(node)
     found: list[Region] = []
-    for members in products.values():
-        taken = frozenset(node for region in found for node in region.rows)
-        rows = frozenset(_between(graph, members, taken))
-        found.append(Region(_behind_uses(tensor_at(members[0], 2)), tuple(members), rows))
+    for readers in _by_ids(graph).values():
+        others = frozenset(node for region in found for node in region.rows)
+        rows = frozenset(_leading(graph, readers, others))
+        found.append(Region(_ids(readers[0]), tuple(readers), rows, others))
     return found
 
 
-def _behind_uses(node: fx.Node) -> fx.Node:
-    while is_use(node):
-        node = tensor_at(node)
-    return node
+def _by_ids(graph: fx.Graph) -> dict[Hashable, list[fx.Node]]:
+    found: dict[Hashable, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in READ_ROWS:
+            found.setdefault((_ids(node), *node.args[-2:]), []).append(node)
+    return found
 
 
-def _rows_read(node: fx.Node) -> list[fx.Node]:
-    return tensor_operands(node)[: ROUTED.get(node.target)]
+def _ids(node: fx.Node) -> fx.Node:
+    ids = tensor_at(node, -3)
+    while is_use(ids):
+        ids = tensor_at(ids)
+    return ids
 
 
-def _between(graph: fx.Graph, products: list[fx.Node], taken: frozenset[fx.Node]) -> Iterator[fx.Node]:
-    """Values made row by row of what products make, that lead to products so; and what else leads there alone."""
-    shape = shape_of(tensor_at(products[0], 2))
+def _reads_rows(node: fx.Node, operand: fx.Node) -> bool:
+    return operand in tensor_operands(node)[: READ_ROWS[node.target]]
+
+
+def _leading(graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node]) -> Iterator[fx.Node]:
+    """What is made row by row of what products make and leads to `readers` so; and what else leads there alone."""
+    shape = shape_of(_ids(readers[0]))
     made: set[fx.Node] = set()
     for node in graph.nodes:
-        if node in products:
-            if node.target is torch.ops.autoshard.routed_mm.default:
+        if node in readers:
+            if node.target is ours.routed_mm.default:
                 made.add(node)
-        elif node not in taken and any(operand in made for operand in node.all_input_nodes):
-            if node.target is operator.getitem or is_by_rows(node, shape):
+        elif node not in others and any(operand in made for operand in node.all_input_nodes):
+            if _is_by_rows(node, shape):
                 made.add(node)
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        reads = [user in read or (user in products and node in _rows_read(user)) for user in node.users]
-        alone = all(reads) and node not in taken and node not in products
-        if any(reads) and (node in made or (alone and is_by_rows(node, shape))):
+        reads = [user in read or (user in readers and _reads_rows(user, node)) for user in node.users]
+        alone = all(reads) and node not in others and node not in readers and (is_use(node) or not is_view(node))
+        if any(reads) and (node in made or (alone and _is_by_rows(node, shape))):
             read.add(node)
             yield node
+
+
+def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:
+    return node.target not in READ_ROWS and (node.target is operator.getitem or is_by_rows(node, shape))
+
+
+def _end(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:
+    """Let what reads `node` and is none of `rows` read it where it is of all rows again."""
+    groups = products[0].args[-3:]
+    outside = [u for u in node.users if u not in rows and not (u in products and _reads_rows(u, node))]
+    last = len(shape_of(_ids(products[0]))) - 1
+    sums = [u for u in outside if u.target is aten.sum.dim_IntList and list(u.args[1:]) == [[last], False] and last]
+    for reader in sums:
+        replace(reader, emit(reader, ours.sum_rows.default, node, *groups))
+    left = [reader for reader in outside if reader not in sums]
+    if left and (node in rows or sums):
+        first = next(n for n in _following(node) if n in left)
+        own = emit_at(first, node, ours.own_rows.default, (node, *groups), {})
+        for reader in left:
+            reader.replace_input_with(node, own)
+
+
+def _following(node: fx.Node) -> Iterator[fx.Node]:
+    while node.op != "root":
+        yield (node := node.next)
+
+
+def _behind(graph: fx.Graph, products: list[fx.Node], read: frozenset[fx.Node]) -> set[fx.Node]:
+    """`read`, and what is made of it and of products row by row, of nothing else as large but what tokens repeat."""
+    shape, found = shape_of(_ids(products[0])), set(read)
+    for node in graph.nodes:
+        inside = [n for n in node.all_input_nodes if n in found or (n in products and has_rows(n, shape))]
+        if node in found or not inside or not _is_by_rows(node, shape):
+            continue
+        size = max(n.meta["val"].numel() for n in inside if isinstance(n.meta["val"], torch.Tensor))
+        others = (n for n in node.all_input_nodes if n not in inside and n.target is not aten.expand.default)
+        if all(n.meta["val"].numel() < size for n in others):
+            found.add(node)
+    return found

@@ -29,8 +29,10 @@ from passes.ops.attention_table import Chip
 from passes.ops.product_ops import contract_reference
 from passes.ops.routed_ops import (
     grouped_mm_reference,
+    own_rows_reference,
     routed_mm_reference,
     routed_outer_reference,
+    sum_rows_reference,
 )
 
 # Op -> the function that computes it in ATen ops.
@@ -39,6 +41,8 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.grouped_mm.default": grouped_mm_reference,
     "autoshard.routed_mm.default": routed_mm_reference,
     "autoshard.routed_outer.default": routed_outer_reference,
+    "autoshard.own_rows.default": own_rows_reference,
+    "autoshard.sum_rows.default": sum_rows_reference,
     "autoshard.uniform.default": uniform_reference,
     "autoshard.circular_pad.default": custom_op_body(circular_pad),
     "autoshard.circular_pad_backward.default": custom_op_body(circular_pad_backward),

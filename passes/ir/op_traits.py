@@ -51,7 +51,7 @@ _POINTWISE = _names(
     """_to_copy copy lift_fresh_copy fill masked_fill where rsub floor_divide hardswish elu_backward
     leaky_relu_backward hardswish_backward hardsigmoid_backward hardtanh_backward softplus_backward mish_backward
     hardshrink_backward softshrink_backward""",
-)
+) | _names("autoshard", "own_rows")
 # `embedding` is none of them: torch's partitioner saves what was looked up in a table and does not look again.
 _INDEXING = _names(
     "aten", "cat constant_pad_nd flip roll gather index _unsafe_index index_select tril triu repeat"
@@ -59,7 +59,7 @@ _INDEXING = _names(
 _REDUCTIONS = _names(
     "aten",
     "sum mean prod amax amin max min any all argmax argmin var std var_mean logsumexp linalg_vector_norm",
-)
+) | _names("autoshard", "sum_rows")
 _PRODUCTS = _names("aten", "mm bmm addmm baddbmm mv dot convolution convolution_backward") | _names(
     "autoshard",
     """contract routed_mm routed_outer grouped_mm attention attention_backward neighborhood_attention

@@ -2,9 +2,12 @@
 
     routed_mm(a, b, ids, first, count)      a [*s, k], b [count, k, n], ids [*s]  ->  [*s, n]
     routed_outer(a, b, ids, first, count)   a [*s, m], b [*s, n],       ids [*s]  ->  [count, m, n]
+    own_rows(a, ids, first, count)          a [*s, *d],                 ids [*s]  ->  [*s, *d]
+    sum_rows(a, ids, first, count)          a [*s, r, *d],           ids [*s, r]  ->  [*s, *d]
 
 Row i of `routed_mm` is `a[i] @ b[ids[i] - first]`, and 0 where that is none of the `count` matrices. `routed_outer`,
-its gradient, adds up the outer products of the rows of each expert. ids: int64, 0 or more. Rows are in the order of
+its gradient, adds up the outer products of the rows of each expert. `own_rows` has 0 for rows of other experts than
+the `count`, and `sum_rows` adds up what it has of each token. ids: int64, 0 or more. Rows are in the order of
 their tokens, so that batch and sequence may be split; sorting them by expert, which kernels want, is the op's affair.
 
 A kernel computes rows in order, group by group: `autoshard::grouped_mm(a, b, offs, first, count)`. `offs` (int32 or
@@ -68,11 +71,40 @@ routed_outer = differentiable_operator(
 """See the module."""
 
 
+def own_rows_reference(a: Tensor, ids: Tensor, first: int, count: int) -> Tensor:
+    """`own_rows` as a choice by row."""
+    own = (ids >= first) & (ids < first + count)
+    return torch.where(own.reshape(*ids.shape, *[1] * (a.ndim - ids.ndim)), a, 0)
+
+
+def sum_rows_reference(a: Tensor, ids: Tensor, first: int, count: int) -> Tensor:
+    """`sum_rows` as a choice by row and a sum."""
+    return own_rows_reference(a, ids, first, count).sum(ids.ndim - 1)
+
+
+operator(
+    "own_rows(Tensor a, Tensor ids, int first, int count) -> Tensor",
+    own_rows_reference,
+    lambda a, ids, first, count: torch.empty_like(a, memory_format=torch.contiguous_format),
+)
+operator(
+    "sum_rows(Tensor a, Tensor ids, int first, int count) -> Tensor",
+    sum_rows_reference,
+    lambda a, ids, first, count: a.new_empty([*ids.shape[:-1], *a.shape[ids.ndim :]]),
+)
+
 ROUTED: dict[Any, int] = {
     torch.ops.autoshard.routed_mm.default: 1,
     torch.ops.autoshard.routed_outer.default: 2,
 }
 """How many of the first operands have the rows of `ids`."""
+
+READ_ROWS: dict[Any, int] = {
+    **ROUTED,
+    torch.ops.autoshard.own_rows.default: 1,
+    torch.ops.autoshard.sum_rows.default: 1,
+}
+"""The same of all that is told the experts of rows."""
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

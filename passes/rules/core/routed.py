@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from passes.layout.layout import ROUTED
 from passes.rules.core.rule import OpRule
 
 EXPERTS = "g"
@@ -16,21 +15,21 @@ class RoutedRows:
     """What is known of an op that works on every row by itself, in the meta "rows" of its node.
 
     experts:  how many there are.
-    operands: of which rows of others' experts may be anything, since nothing but such ops and products makes them.
-    results:  whether such rows of its results may be anything: nothing that matters reads them.
+    operands: of which a row may count on the rank of its expert alone (`ROUTED`).
+    pending:  how results are, where experts are split: `ROUTED`, or a sum; None: they have a dim of experts.
     """
 
     experts: int
     operands: frozenset[int]
-    results: bool
+    pending: str | None
 
 
 def with_experts(rule: OpRule, rows: RoutedRows) -> OpRule:
-    """`rule`, by which experts may be split as well."""
-    routed = dict.fromkeys(rows.operands, EXPERTS)
-    outcome = {**rule.reductions, EXPERTS: ROUTED} if rows.results else rule.reductions
-    if EXPERTS not in rule.sizes:
-        sizes = {**rule.sizes, EXPERTS: rows.experts}
-        return replace(rule, sizes=sizes, reductions=outcome, routed=routed)
-    summed = replace(rule, routed=routed)
-    return replace(summed, others=(replace(summed, reductions=outcome),)) if rows.results else summed
+    """`rule`, by which experts may be split as well, over ranks that have their rows."""
+    pending = {} if rows.pending is None else {EXPERTS: rows.pending}
+    return replace(
+        rule,
+        sizes={**rule.sizes, EXPERTS: rows.experts},
+        reductions={**rule.reductions, **pending},
+        routed=dict.fromkeys(rows.operands, EXPERTS),
+    )

@@ -128,6 +128,8 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         "autoshard::contract.default": products.contract,
         "autoshard::routed_mm.default": products.routed_mm,
         "autoshard::routed_outer.default": products.routed_outer,
+        "autoshard::own_rows.default": products.own_rows,
+        "autoshard::sum_rows.default": products.sum_rows,
         "autoshard::attention.default": products.attention,
         "autoshard::attention_backward.default": products.attention_backward,
         "autoshard::neighborhood_attention.default": patches.neighborhood_attention,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from passes.ir.joint import node_value
 from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets
 from passes.rules.core.emit_op import (
     again,
@@ -45,6 +46,37 @@ def routed_outer(call: OpCall) -> OpRule:
     rows = _rows_of(call)
     sums = {factor: "sum" for (factor,) in rows}
     return _routed(call, [(*rows, ("m",)), (*rows, ("n",)), rows], dims("g m n"), sums)
+
+
+def own_rows(call: OpCall) -> OpRule:
+    """*s *d, *s -> *s *d. A rank with some of the experts has zeros for rows of the others."""
+    return _of_rows(call, 0)
+
+
+def sum_rows(call: OpCall) -> OpRule:
+    """*s r *d, *s r -> *s *d; r: sum. A rank with some of the experts adds up the rows of these."""
+    return _of_rows(call, 1)
+
+
+def _of_rows(call: OpCall, summed: int) -> OpRule:
+    rows = _rows_of(call)
+    kept, others = rows[: len(rows) - summed], dims(f"d{d}" for d in range(call.tensor("a").ndim - len(rows)))
+    return assemble(
+        call.shapes,
+        [(*rows, *others), rows],
+        [(*kept, *others)],
+        reductions={factor: "sum" for (factor,) in rows[len(kept) :]},
+        linear=linear_sets(call, "a"),
+        localize=_rows_of_own_experts,
+    )
+
+
+def _rows_of_own_experts(ctx: LocalContext) -> fx.Node:
+    if ctx.is_split("g"):
+        return _own_experts(ctx)
+    rows = argument(ctx, "a")
+    over = global_tensor(ctx, "a").ndim - node_value(ctx.node).ndim
+    return ctx.call(aten.sum.dim_IntList, rows, [global_tensor(ctx, "ids").ndim - 1], False) if over else rows
 
 
 def _rows_of(call: OpCall) -> tuple[Dim, ...]:
