@@ -12,7 +12,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.op_traits import is_use, is_view
+from passes.ir.op_traits import is_collective, is_use, is_view
 from passes.ir.rewrite import emit, emit_at, replace, shape_of, tensor_at
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
@@ -40,7 +40,8 @@ class EndRows(GraphPass):
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for products in _by_ids(joint.graph).values():
-            read = frozenset(_leading(joint.graph, products, frozenset()))
+            made = _made(joint.graph, products, frozenset())
+            read = leading(joint.graph, products, frozenset(), made)
             rows = _behind(joint.graph, products, read)
             for node in {*products, *rows}:
                 if not isinstance(node.meta["val"], (tuple, list)) and node.target is not ours.routed_outer.default:
@@ -69,11 +70,13 @@ class MarkRows(GraphPass):
 @dataclass(frozen=True)
 class Region:
     """ids: the expert of every row. readers: products with the matrices of these, and ends. rows: what of a row may
-    count on the rank of its expert alone. others: values of which that may be said for other ids."""
+    count on the rank of its expert alone. made: values made of products row by row. others: values of which that may be
+    said for other ids."""
 
     ids: fx.Node
     readers: tuple[fx.Node, ...]
     rows: frozenset[fx.Node]
+    made: frozenset[fx.Node]
     others: frozenset[fx.Node]
 
     @property
@@ -96,8 +99,9 @@ def regions(graph: fx.Graph) -> list[Region]:
     found: list[Region] = []
     for readers in _by_ids(graph).values():
         others = frozenset(node for region in found for node in region.rows)
-        rows = frozenset(_leading(graph, readers, others))
-        found.append(Region(_ids(readers[0]), tuple(readers), rows, others))
+        made = _made(graph, readers, others)
+        rows = leading(graph, readers, others, made)
+        found.append(Region(_ids(readers[0]), tuple(readers), rows, made, others))
     return found
 
 
@@ -120,8 +124,8 @@ def _reads_rows(node: fx.Node, operand: fx.Node) -> bool:
     return operand in tensor_operands(node)[: READ_ROWS[node.target]]
 
 
-def _leading(graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node]) -> Iterator[fx.Node]:
-    """What is made row by row of what products make and leads to `readers` so; and what else leads there alone."""
+def _made(graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """What products make, and what is made of that row by row."""
     shape = shape_of(_ids(readers[0]))
     made: set[fx.Node] = set()
     for node in graph.nodes:
@@ -131,17 +135,26 @@ def _leading(graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node]
         elif node not in others and any(operand in made for operand in node.all_input_nodes):
             if _is_by_rows(node, shape):
                 made.add(node)
-    read: set[fx.Node] = set()
+    return frozenset(made)
+
+
+def leading(
+    graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node], made: frozenset[fx.Node]
+) -> frozenset[fx.Node]:
+    """What of `made` leads to `readers` row by row; and what else leads there alone."""
+    shape, read = shape_of(_ids(readers[0])), set[fx.Node]()
     for node in reversed(graph.nodes):
         reads = [user in read or (user in readers and _reads_rows(user, node)) for user in node.users]
         alone = all(reads) and node not in others and node not in readers and (is_use(node) or not is_view(node))
         if any(reads) and (node in made or (alone and _is_by_rows(node, shape))):
             read.add(node)
-            yield node
+    return frozenset(read)
 
 
 def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:
-    return node.target not in READ_ROWS and (node.target is operator.getitem or is_by_rows(node, shape))
+    if node.target in READ_ROWS or is_collective(node):
+        return False
+    return node.target is operator.getitem or is_by_rows(node, shape)
 
 
 def _end(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:

@@ -51,9 +51,12 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
 }
 
 
-CALLED: Mapping[str, Callable[..., Any]] = {"autoshard.uniform.default": uniform_reference}
+CALLED: Mapping[str, Callable[..., Any]] = {
+    "autoshard.uniform.default": uniform_reference,
+    "autoshard.grouped_mm.default": grouped_mm_reference,
+}
 """What runs as well op by op when the function is simply called: no two calls are alike, and tracing each takes longer
-than all else that eager needs."""
+than all else that eager needs; or how many rows there are is known at run time."""
 
 
 def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:

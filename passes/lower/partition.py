@@ -274,4 +274,6 @@ def node_is_tuple(node: fx.Node) -> bool:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("phase", "module", "source", "again", "runs") if key in node.meta}
+    keys = ("phase", "module", "source", "again", "runs")
+    found = {key: node.meta[key] for key in keys if key in node.meta}
+    return found | {"experts": node.meta["rows"].experts} if "rows" in node.meta else found

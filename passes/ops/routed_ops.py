@@ -168,6 +168,15 @@ grouped_mm = operator(
 """See the module."""
 
 
+operator(
+    "own_places(Tensor order, Tensor ends, int first, int length) -> Tensor",
+    lambda order, ends, first, length: order[int(ends[first - 1]) if first else 0 : int(ends[-1])].clone(),
+    lambda order, ends, first, length: order.new_empty([length]),
+)
+"""Of the places of rows in order those from group `first` on, up to the last of `ends`: as many as there are, which
+`length` is the number that is reckoned with. Read on the host."""
+
+
 def grouped_mm_reference(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
     """The op as ATen ops where torch's fused product can run, else the op itself: a loop over groups whose sizes are
     values is no graph."""

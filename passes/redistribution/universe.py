@@ -85,10 +85,6 @@ class Universe:
                 sizes = sizes if halo is None else halo.sizes
                 largest[i] = max(nested_sizes(length, counts[i]) if sizes is None else sizes)
             total *= largest[self.split_ids[:, dim]]
-        for i, state in enumerate(self.states):
-            routed = [axis for axis, op in state.partial if op == ROUTED]
-            if routed:
-                total[i] //= self.mesh.size(*routed)
         return total
 
     def payloads(self, shard_bytes: Ints) -> Ints:
