@@ -12,7 +12,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.op_traits import is_collective, is_use, is_view
+from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
 from passes.ir.rewrite import emit, emit_at, replace, shape_of, tensor_at
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
@@ -40,6 +40,7 @@ class EndRows(GraphPass):
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for products in _by_ids(joint.graph).values():
+            _repeat_tokens(joint.graph, products)
             made = _made(joint.graph, products, frozenset())
             read = leading(joint.graph, products, frozenset(), made)
             rows = _behind(joint.graph, products, read)
@@ -155,6 +156,24 @@ def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:
     if node.target in READ_ROWS or is_collective(node):
         return False
     return node.target is operator.getitem or is_by_rows(node, shape)
+
+
+def _repeat_tokens(graph: fx.Graph, products: list[fx.Node]) -> None:
+    """What an op reads of tokens beside their rows is one for each row: `x[:, :, None] * weights[..., None]`."""
+    shape, made = shape_of(_ids(products[0])), _made(graph, products, frozenset())
+    repeated: dict[fx.Node, fx.Node] = {}
+    if len(shape) < 2 or shape[-1] == 1:
+        return
+    for node in graph.nodes:
+        rows = any(n in made for n in node.all_input_nodes) or any(n in products for n in node.users)
+        if not (rows and is_pointwise(node) and has_rows(node, shape)):
+            continue
+        for operand in node.all_input_nodes:
+            if has_rows(operand, (*shape[:-1], 1)) and len(shape_of(operand)) == len(shape_of(node)):
+                if operand not in repeated:
+                    whole = [*shape, *shape_of(operand)[len(shape) :]]
+                    repeated[operand] = emit(node, aten.expand.default, operand, whole)
+                node.replace_input_with(operand, repeated[operand])
 
 
 def _end(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:
