@@ -31,7 +31,9 @@ from passes.ir.torch_compat import (
     torch_deprecations_ignored,
 )
 from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order, lower_as_collectives
+from passes.ir.torch_sizes import fakes_counted
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
+from passes.ops.routed_ops import counted_places, own_places
 
 aten = torch.ops.aten
 
@@ -158,7 +160,7 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     name = code_name(module) if backend == "inductor" else None
     if name is not None and (kept := kept_code(name)) is not None:
         return kept
-    return _compiled(name_collectives(expand_ops(module)), module, backend, name)
+    return _compiled(name_collectives(count_rows(expand_ops(module))), module, backend, name)
 
 
 def _compiled(
@@ -170,11 +172,15 @@ def _compiled(
 ) -> Compiled:
     """name: by which the code is kept. numbers: in symbols, that it takes after the inputs of `module`."""
     tensors = expanded.graph.find_nodes(op="placeholder")[: len(module.graph.find_nodes(op="placeholder"))]
-    examples = [*fresh_fakes([node.meta["val"] for node in tensors]), *numbers]
+    values, counted = ([node.meta.get(key) for node in tensors] for key in ("val", "counted"))
+    examples = [*(fakes_counted(values, counted) if any(counted) else fresh_fakes(values)), *numbers]
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
-            launches, wanted = _launches(expanded), result_values(module)
+            counted = [isinstance(n, fx.Node) and "counted" in n.meta for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+            # Of rows that are counted at run time Inductor makes no padded matrices.
+            results = zip(result_values(module), counted, strict=True)
+            launches, wanted = _launches(expanded), [None if is_counted else v for v, is_counted in results]
             with inductor_graph_order():
                 last = partial(keep_strides, wanted=wanted)
                 call, source, key = compile_with_inductor(expanded, examples, last)
@@ -205,6 +211,13 @@ def compile_sized(
     numbers = take_numbers(made.graph, () if is_eager else sizes)
     made.recompile()
     return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers=numbers), numbers
+
+
+def count_rows(module: fx.GraphModule) -> fx.GraphModule:
+    """`module`, in place, with numbers of rows that are known at run time alone."""
+    for node in module.graph.find_nodes(op="call_function", target=own_places):
+        node.target = counted_places
+    return module
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:

@@ -146,6 +146,34 @@ def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[
         return [made(look) for look in looks]
 
 
+def fakes_counted(
+    values: Sequence[torch.Tensor], counted: Sequence[tuple[int, int] | None]
+) -> list[torch.Tensor]:
+    """Fakes like `values` of one new mode, where dims may have any size. counted: the dim that has, and a number that is
+    the same for all whose size is the same. `ignore_fresh_unbacked_symbols` since 2.4."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env, sizes = ShapeEnv(), dict[int, Any]()
+
+    def made(value: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+        if number not in sizes:
+            with env.ignore_fresh_unbacked_symbols():
+                sizes[number] = env.create_unbacked_symint()
+            torch._check(sizes[number] >= 0)
+        shape = [*value.shape[:dim], sizes[number], *value.shape[dim + 1 :]]
+        order = sorted(range(value.ndim), key=lambda d: -value.stride(d))
+        return torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
+
+    with FakeTensorMode(shape_env=env):
+        return [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            if place is None
+            else made(v, *place)
+            for v, place in zip(values, counted, strict=True)
+        ]
+
+
 @contextmanager
 def symbols_unwarned() -> Generator[None]:
     """torch warns of graphs that hold symbolic numbers. Since torch 2.13."""

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -55,10 +56,10 @@ class SortRows(RankPass):
     keeps = (COLLECTIVES,)
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        for region in regions(module.graph):
+        for number, region in enumerate(regions(module.graph)):
             experts = region.readers[0].meta.get("experts", 0)
             kind = _OwnRows if region.experts < experts else _Sorting
-            kind(module.graph, region, experts).run()
+            kind(module.graph, region, experts, number).run()
         drop_unread(module.graph)
         return module
 
@@ -67,13 +68,14 @@ class SortRows(RankPass):
 class _Sorting:
     """The products with one tensor of ids, and all rows.
 
-    experts: how many there are; 0 if that is not known.
+    experts: how many there are; 0 if that is not known. number: of the region.
     sorted:  values -> the same, sorted.
     """
 
     graph: fx.Graph
     region: Region
     experts: int
+    number: int
     sorted: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -192,9 +194,34 @@ class _Sorting:
         return self._emit(node, aten.view.default, found, list(shape_of(node)))
 
 
+def _counted_dim(node: fx.Node) -> int | None:
+    """The dim that counts rows of own experts."""
+    read = [n.meta["counted"][0] for n in node.all_input_nodes if "counted" in n.meta]
+    if node.target in (ours.own_places.default, aten.index.Tensor):
+        return 0
+    whole = node.target in (aten.index_put.default, aten.index_add.default)
+    if not read or whole or (node.target is ours.grouped_mm.default and node.meta["val"].ndim == 3):
+        return None
+    moved = {aten.select.int: -1, aten.unsqueeze.default: 1, aten.permute.default: 1}
+    return read[0] + moved.get(node.target, 0)
+
+
 class _OwnRows(_Sorting):
     """The same where a rank has some of the experts: of the rows of these. How many come is known at run time, so no
     op is told sizes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        write = self._emit
+
+        def counted(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            node = write(like, target, *args, **kwargs)
+            dim = _counted_dim(node)
+            if dim is not None:
+                node.meta["counted"] = dim, self.number
+            return node
+
+        self._emit = counted
 
     def readers(self) -> list[fx.Node]:
         return list(self.region.readers)

@@ -168,13 +168,25 @@ grouped_mm = operator(
 """See the module."""
 
 
-operator(
+def _own_places(order: Tensor, ends: Tensor, first: int, length: int) -> Tensor:
+    begin, end = ends[[first - 1, -1]].tolist() if first else (0, int(ends[-1]))
+    return order[begin:end].clone()
+
+
+own_places = operator(
     "own_places(Tensor order, Tensor ends, int first, int length) -> Tensor",
-    lambda order, ends, first, length: order[int(ends[first - 1]) if first else 0 : int(ends[-1])].clone(),
+    _own_places,
     lambda order, ends, first, length: order.new_empty([length]),
 )
-"""Of the places of rows in order those from group `first` on, up to the last of `ends`: as many as there are, which
-`length` is the number that is reckoned with. Read on the host."""
+"""Of the places of rows in order those from group `first` on, up to the last of `ends`. Their number is read on the
+host; `length` is the one that is reckoned with."""
+
+counted_places = operator(
+    "counted_places(Tensor order, Tensor ends, int first, int length) -> Tensor",
+    _own_places,
+    lambda order, ends, first, length: order.new_empty([torch.library.get_ctx().new_dynamic_size()]),
+)
+"""The same for compilers, which reckon with any number."""
 
 
 def grouped_mm_reference(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
