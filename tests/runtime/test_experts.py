@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+from autoshard import MeshSpec, find_plan
 from tests.api.programs import full, parallel
+from tests.profiles import slow_compute
 from tests.ranks import RankPool
 
 WIDTH, EXPERTS = 8, 6
@@ -45,11 +48,11 @@ class Looked(Experts):
         return (x + y.sum(2)).pow(2).mean()
 
 
-def _losses(rank: int, axes: Any, pins: Any) -> tuple[list[float], list[Tensor]]:
+def _losses(rank: int, axes: Any, pins: Any, **options: Any) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
     model: nn.Module = (Experts if axes else Looked)().double()
     if axes:
-        model = parallel(model, axes, (_batch(0),), constraints=pins, tune="first")
+        model = parallel(model, axes, (_batch(0),), constraints=pins, **{"tune": "first", **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(10):
@@ -63,6 +66,23 @@ def _losses(rank: int, axes: Any, pins: Any) -> tuple[list[float], list[Tensor]]
 
 def _batch(step: int) -> Tensor:
     return torch.randn(5, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_rows_are_those_of_own_experts(ranks: RankPool, backend: str) -> None:
+    """Experts are split where that pays; each batch sends other numbers of rows."""
+    model, options = Experts().double(), {"profile": slow_compute(1), "backend": backend, "tune": "off"}
+    pins = {"up": [Shard(0)], "down": [Shard(0)]}
+    plan = find_plan(
+        model, MeshSpec({"ep": 2}), (_batch(0),), constraints=pins, profile=slow_compute(1), backend=backend
+    )
+    products = [node for node in plan.planned.nodes if node.op == "routed_mm"]
+    assert all(product.results[0].layout.partial == (("ep", "routed"),) for product in products)
+    wanted, parameters = _losses(0, (), None)
+    for losses, found in ranks.run(partial(_losses, **options), (("ep", 2),), pins, world=2):
+        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+        for got, alone in zip(found, parameters, strict=True):
+            torch.testing.assert_close(got, alone, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize(
