@@ -48,8 +48,8 @@ def piece_error(
 ) -> float:
     """Relative error of one rank's shard, its pending reductions done first.
 
-    pieces: of every rank. floor: the least scale that an error is relative to. inf for another shape. ids: the expert of
-    each row, and how many there are, where a row counts on the rank of its expert alone.
+    pieces: of every rank. floor: the least scale that an error is relative to. inf for another shape. ids: the expert
+    of each row, and how many there are, where a row counts on the rank of its expert alone.
     """
     if any(halo is not None and halo.summed for halo in layout.halos):
         got, part = _summed(pieces, expected, layout, mesh, rank)

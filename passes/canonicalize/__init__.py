@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from passes.canonicalize.gradients import PadsToCat, ScatterToWhere, SinkExpands, SplitConvolutionBackward
-from passes.canonicalize.insert_uses import InsertUses, MarkCausalMasks
-from passes.canonicalize.mark_rows import EndRows, MarkRows
+from passes.canonicalize.insert_uses import MarkCausalMasks
+from passes.canonicalize.mark_rows import LAST
 from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
 from passes.canonicalize.permutes import AbsorbPermutes, DropUnitDims, FusePermutes, MatmulToContract
 from passes.canonicalize.push_views import PushViews
@@ -47,10 +47,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     MergeDuplicates(),
     RemoveDeadCode(),
     MarkCausalMasks(),
-    EndRows(),
-    # Nothing looks through a use.
-    InsertUses(),
-    MarkRows(),
+    *LAST,
 )
 
 

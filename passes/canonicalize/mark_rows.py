@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
 from passes.ir.rewrite import emit, emit_at, replace, shape_of, tensor_at
@@ -36,8 +36,6 @@ class EndRows(GraphPass):
     What is done row by row behind products, with nothing as large beside, is done before.
     """
 
-    requires = (NO_USES,)
-
     def __call__(self, joint: JointGraph) -> JointGraph:
         for products in _by_ids(joint.graph).values():
             _repeat_tokens(joint.graph, products)
@@ -45,7 +43,10 @@ class EndRows(GraphPass):
             read = leading(joint.graph, products, frozenset(), made)
             rows = _behind(joint.graph, products, read)
             for node in {*products, *rows}:
-                if not isinstance(node.meta["val"], (tuple, list)) and node.target is not ours.routed_outer.default:
+                if (
+                    not isinstance(node.meta["val"], (tuple, list))
+                    and node.target is not ours.routed_outer.default
+                ):
                     _end(node, products, rows)
         return joint
 
@@ -63,9 +64,15 @@ class MarkRows(GraphPass):
     """
 
     def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in joint.graph.nodes:
+            node.meta.pop("rows", None)  # of a larger graph
         for region in regions(joint.graph):
             region.mark()
         return joint
+
+
+LAST: tuple[GraphPass, ...] = (EndRows(), InsertUses(), MarkRows())
+"""Of every graph that is searched: only marks look through a use."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,8 @@ def _made(graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node]) -
         if node in readers:
             if node.target is ours.routed_mm.default:
                 made.add(node)
-        elif node not in others and any(operand in made for operand in node.all_input_nodes):
-            if _is_by_rows(node, shape):
-                made.add(node)
+        elif node not in others and made.intersection(node.all_input_nodes) and _is_by_rows(node, shape):
+            made.add(node)
     return frozenset(made)
 
 
@@ -146,7 +152,9 @@ def leading(
     shape, read = shape_of(_ids(readers[0])), set[fx.Node]()
     for node in reversed(graph.nodes):
         reads = [user in read or (user in readers and _reads_rows(user, node)) for user in node.users]
-        alone = all(reads) and node not in others and node not in readers and (is_use(node) or not is_view(node))
+        alone = (
+            all(reads) and node not in others and node not in readers and (is_use(node) or not is_view(node))
+        )
         if any(reads) and (node in made or (alone and _is_by_rows(node, shape))):
             read.add(node)
     return frozenset(read)
@@ -181,7 +189,11 @@ def _end(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:
     groups = products[0].args[-3:]
     outside = [u for u in node.users if u not in rows and not (u in products and _reads_rows(u, node))]
     last = len(shape_of(_ids(products[0]))) - 1
-    sums = [u for u in outside if u.target is aten.sum.dim_IntList and list(u.args[1:]) == [[last], False] and last]
+    sums = [
+        u
+        for u in outside
+        if u.target is aten.sum.dim_IntList and list(u.args[1:]) == [[last], False] and last
+    ]
     for reader in sums:
         replace(reader, emit(reader, ours.sum_rows.default, node, *groups))
     left = [reader for reader in outside if reader not in sums]

@@ -177,7 +177,9 @@ def _compiled(
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
-            counted = [isinstance(n, fx.Node) and "counted" in n.meta for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+            counted = [
+                isinstance(n, fx.Node) and "counted" in n.meta for n in module.graph.output_node().args[0]
+            ]  # type: ignore[union-attr]
             # Of rows that are counted at run time Inductor makes no padded matrices.
             results = zip(result_values(module), counted, strict=True)
             launches, wanted = _launches(expanded), [None if is_counted else v for v, is_counted in results]

@@ -13,7 +13,8 @@ from passes.ir.joint import node_values
 
 def op_signature(node: fx.Node) -> Hashable:
     """Equal for two ops if all that a rule's builder and the prices read is: the op, every tensor operand and result in
-    shape and dtype, and every other argument in type, value and place, and what `MarkRows` says. Names, strides and readers do not count.
+    shape and dtype, every other argument in type, value and place, and what `MarkRows` says. Names, strides and readers
+    do not count.
     """
     return node.target, node.meta.get("rows"), looks((node.args, node.kwargs, node_values(node)), _shape)
 

@@ -149,8 +149,8 @@ def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[
 def fakes_counted(
     values: Sequence[torch.Tensor], counted: Sequence[tuple[int, int] | None]
 ) -> list[torch.Tensor]:
-    """Fakes like `values` of one new mode, where dims may have any size. counted: the dim that has, and a number that is
-    the same for all whose size is the same. `ignore_fresh_unbacked_symbols` since 2.4."""
+    """Fakes like `values` of one new mode, where dims may have any size. counted: which dim, and a number that is the
+    same for all whose size is the same. `ignore_fresh_unbacked_symbols` since 2.4."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -92,7 +92,9 @@ class _Sorting:
     def wanted(self) -> set[fx.Node]:
         """What is made of products row by row and leads to products so."""
         region = self.region
-        return set(leading(self.graph, self._products, region.others, region.made) & region.made) - set(self._products)
+        return set(leading(self.graph, self._products, region.others, region.made) & region.made) - set(
+            self._products
+        )
 
     def run(self) -> None:
         nodes = list(self._later())
@@ -175,7 +177,9 @@ class _Sorting:
                 source = tensor_at(value)
                 places = emit(value, aten.floor_divide.default, places, shape[last])
         n = len(self._shape)
-        rows = emit(value, aten.reshape.default, source, [math.prod(shape_of(source)[:n]), *shape_of(source)[n:]])
+        rows = emit(
+            value, aten.reshape.default, source, [math.prod(shape_of(source)[:n]), *shape_of(source)[n:]]
+        )
         return emit(value, aten.index.Tensor, rows, [places])
 
     def _put_back(self, node: fx.Node) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 
 import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
 from cost_model.mesh import MeshSpec
-from passes.canonicalize.insert_uses import InsertUses
+from passes.canonicalize.mark_rows import LAST
 from passes.ir.collector import collector_paused
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
@@ -76,7 +76,10 @@ class PieceWriter:
     def written(self, **changed: Any) -> JointGraph:
         erase_dead(self.graph)
         module = lazy_module(self.graph, "JointGraph")
-        return copy_joint(InsertUses()(replace(self.joint, module=module, **changed)))
+        joint = replace(self.joint, module=module, **changed)
+        for graph_pass in LAST:  # uses that there are stay
+            joint = graph_pass(joint)
+        return copy_joint(joint)
 
     def place(self, node: fx.Node) -> None:
         """An input of the call, as it is."""

@@ -79,7 +79,11 @@ class Moves:
             for trimmed in splits.trims(state.splits[dim]):
                 yield NextStep(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
         for unit in free:
-            kinds = ((ToPartial, "sum"), (ToRouted, ROUTED)) if self.routed.issuperset(unit) else ((ToPartial, "sum"),)
+            kinds = (
+                ((ToPartial, "sum"), (ToRouted, ROUTED))
+                if self.routed.issuperset(unit)
+                else ((ToPartial, "sum"),)
+            )
             for make, op in kinds:
                 partial = tuple(sorted((*state.partial, *((axis, op) for axis in unit))))
                 yield NextStep(make, unit, (), op, State(state.splits, partial))

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cost_model.errors import ShardingError
-from passes.canonicalize.insert_uses import InsertUses
+from passes.canonicalize.mark_rows import LAST
 from passes.canonicalize.normalize_arguments import MergeDuplicates
 from passes.ir.collector import collector_paused
 from passes.ir.graph_pass import run_passes
@@ -113,7 +113,7 @@ class _Builder:
         return StageGraph(
             self.stage,
             self.assigned.stages,
-            run_passes(joint, (MergeDuplicates(), InsertUses())),
+            run_passes(joint, (MergeDuplicates(), *LAST)),
             tuple(self._call_inputs(needed).values()),
             tuple(spec.index for spec, _ in self.outputs),
             self._crossings(self.stage - 1),
@@ -249,7 +249,7 @@ class _Builder:
         value = like.meta["val"]
         options = {"dtype": value.dtype, "device": value.device}
         zeros = self.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
-        zeros.meta = {**like.meta, "val": value}
+        zeros.meta = {key: said for key, said in like.meta.items() if key != "rows"} | {"val": value}
         return zeros
 
     def _crossings(self, boundary: int) -> tuple[Crossing, ...]:

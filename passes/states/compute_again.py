@@ -11,6 +11,7 @@ from passes.ir.joint import JointGraph, map_operands, tensor_operands
 from passes.ir.op_traits import is_use, is_view, when_read
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 from passes.ir.rewrite import duplicate_joint, erase_dead
+from passes.rules.core.routed import rows_passed_on
 
 AGAIN, _USE = "_again", "_use_again"
 """End the names of copies, and of what their readers share."""
@@ -114,6 +115,7 @@ class Copies:
                 )
             origin = first if value.op == "placeholder" else value
             use.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta}
+            use.meta.update(rows_passed_on(value, 1))
             use.meta.update(val=value.meta["val"], phase="backward", **when_read(value, readers))
         elif use is not first:
             first.prepend(use)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,6 +34,7 @@ from passes.ir.joint import JointGraph, dependents, result_index, results_nbytes
 from passes.ir.op_traits import draws, is_collect, is_either, is_product, is_use, is_view, storage_root
 from passes.ir.phase_ops import ops_by_phase
 from passes.ir.rewrite import duplicate_joint
+from passes.rules.core.routed import rows_passed_on
 from passes.states.compute_again import AGAIN, Copies
 from passes.strategies.traffic import TrafficModel
 
@@ -197,7 +199,7 @@ class _Offers(Copies):
                 before = min(readers, key=order.__getitem__)
                 with operand.graph.inserting_before(before):
                     either = self._new_either(operand, operand)
-                either.meta = {**operand.meta, "phase": "backward", "again": True}
+                either.meta = _passed_on(operand, phase="backward", again=True)
                 for reader in readers:
                     reader.replace_input_with(operand, either)
 
@@ -215,8 +217,14 @@ class _Offers(Copies):
     def _either(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         with node.graph.inserting_after(copy):
             either = self._new_either(node, copy)
-        either.meta = dict(copy.meta)
+        either.meta = _passed_on(copy)
         return either
+
+
+def _passed_on(node: fx.Node, **said: Any) -> dict[str, Any]:
+    """The meta of an `either` of `node`."""
+    kept = {key: value for key, value in node.meta.items() if key != "rows"}
+    return kept | rows_passed_on(node, 2) | said
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import fx
+
+from passes.ir.joint import result_index
+from passes.layout.layout import ROUTED
 from passes.rules.core.rule import OpRule
 
 EXPERTS = "g"
@@ -22,6 +26,14 @@ class RoutedRows:
     experts: int
     operands: frozenset[int]
     pending: str | None
+
+
+def rows_passed_on(node: fx.Node, count: int) -> dict[str, RoutedRows]:
+    """The meta "rows" of what is one of `count` operands that have the value of `node`, if it has any."""
+    rows = result_index(node)[0].meta.get("rows")
+    return (
+        {"rows": replace(rows, operands=frozenset(range(count)))} if rows and rows.pending == ROUTED else {}
+    )
 
 
 def with_experts(rule: OpRule, rows: RoutedRows) -> OpRule:

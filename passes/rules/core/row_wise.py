@@ -16,7 +16,7 @@ Rows = tuple[int, ...]
 
 
 def is_by_rows(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether rows are counted by the first dims, of `shape`, of an op's results and of operands, and `rows_through`."""
+    """Whether an op works on every row by itself, where rows are the first dims, of `shape`."""
     if node.op != "call_function":
         return False
     first = tuple(range(len(shape)))
