@@ -110,7 +110,7 @@ def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
     where_stored = uses.share_of_weights((True, True), (False, True))
     gathered = uses.share_of_weights((True, False))
     split = [dim for dim in ("batch", "sequence", "space") if uses.share_of_dims(dim) >= _MOST / 2]
-    names = ["expert parallel"] if uses.experts else []
+    names = ["expert parallel (experts equally loaded)"] if uses.experts else []
     if where_stored >= _SOME and not (uses.experts and where_stored < _MOST):
         part = "" if where_stored >= 1.0 - _SOME else f" of {where_stored:.0%} of the weights"
         sequence = ""

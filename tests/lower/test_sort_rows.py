@@ -10,7 +10,7 @@ from passes.capture import capture
 from passes.compile.expand_ops import expand_ops
 from passes.ir.op_traits import is_use
 from passes.lower.sort_rows import with_sorted_rows
-from passes.ops.routed_ops import routed_mm
+from passes.ops.routed_ops import READ_ROWS, routed_mm
 
 
 class Experts(nn.Module):
@@ -52,13 +52,13 @@ def _count(module: fx.GraphModule, *names: str) -> list[int]:
     return [sum(name in target for target in targets) for name in names]
 
 
-def _run(module: fx.GraphModule, batch: int = 2) -> list[Tensor]:
+def _run(module: fx.GraphModule, batch: int = 2, ids: tuple[int, int] = (0, 3)) -> list[Tensor]:
     torch.manual_seed(1)
     expanded = expand_ops(module)
     values = []
     for node in expanded.graph.find_nodes(op="placeholder"):
         look = node.meta["val"]
-        integers = torch.randint(0, 3, look.shape)
+        integers = torch.randint(*ids, look.shape)
         values.append(torch.randn(look.shape, dtype=look.dtype) if look.dtype.is_floating_point else integers)
     return [x for x in fx.Interpreter(expanded).run(*values) if isinstance(x, Tensor)]
 
@@ -83,3 +83,20 @@ def test_one_row_and_none() -> None:
 def test_a_graph_without_experts_is_left_alone() -> None:
     module = canonicalize(capture(nn.Linear(4, 4), (torch.randn(2, 4),), {}).joint).module
     assert with_sorted_rows(module) is module
+
+
+def test_a_rank_with_some_experts_has_the_rows_of_these() -> None:
+    """As a part of the order, in forward and backward; rows of others are 0 where they are put back."""
+    plain = _graph()
+    for node in plain.graph.nodes:
+        if node.target in READ_ROWS:
+            node.args, node.meta["experts"] = (*node.args[:-2], 1, 3), 6
+    made = with_sorted_rows(plain)
+    assert _count(made, "routed", "_rows", "own_places", "grouped_mm") == [0, 0, 1, 5]
+    products = [node for node in made.graph.nodes if "grouped_mm" in str(node.target)]
+    # 12 rows of 6 equally loaded experts, of which the rank has 3
+    rows = [(node.args[0].meta["val"].shape, node.args[1].meta["val"].ndim) for node in products]  # type: ignore[union-attr]
+    assert [shape[0] if ndim == 3 else shape[1] for shape, ndim in rows] == [6] * 5
+    for experts in ((0, 6), (1, 4), (2, 3), (0, 1), (5, 6)):
+        for got, wanted in zip(_run(made, ids=experts), _run(plain, ids=experts), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
