@@ -40,7 +40,7 @@ from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import check_backend
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import random_state_kept
 
 
 @random_state_kept()

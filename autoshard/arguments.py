@@ -17,7 +17,7 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.ir.collector import live
+from passes.ir.process_state import live
 from passes.ir.size_names import check_size_names
 
 _DEVICES = ("cpu", "cuda")

@@ -44,8 +44,7 @@ from passes.canonicalize import canonicalize
 from passes.capture import Captured, capture
 from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
-from passes.ir.collector import collector_paused
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import collector_paused, random_state_kept
 from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
 
 ProfileLike = Profile | str | os.PathLike[str] | None

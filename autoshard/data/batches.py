@@ -18,7 +18,7 @@ from autoshard.data.rank_sampler import BatchPart, Sizes, inner_spans
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import random_state_kept
 from passes.layout.layout import Span
 
 Slices = tuple[slice, ...]

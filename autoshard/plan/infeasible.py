@@ -18,7 +18,7 @@ from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
-from passes.predict.memory_record import LiveValue, MemoryWalk
+from passes.predict.prediction import LiveValue, MemoryWalk
 from passes.search.find import Found
 
 _DOUBLINGS = 6

@@ -10,10 +10,8 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.plan.decide import decide
 from passes.plan.planned_graph import Collective, PlannedGraph
-from passes.predict.memory_kinds import KINDS
-from passes.predict.memory_record import MemoryStep, MemoryWalk
-from passes.predict.predict_step import Prediction, predicted_step
-from passes.predict.step_in_orders import StepInOrders
+from passes.predict.predict_step import StepInOrders, predicted_step
+from passes.predict.prediction import KINDS, MemoryStep, MemoryWalk, Prediction
 from passes.search.corrected_rows import Held
 from passes.strategies.prices import Prices
 

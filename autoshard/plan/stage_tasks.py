@@ -17,12 +17,12 @@ from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_prices import prices_as_in
 from autoshard.plan.task import CallLayouts, Task
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.op_signature import op_signature
+from passes.ir.op_schema import op_signature
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
-from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_stage import StageFigures, kept_by_a_piece, predict_stage
+from passes.predict.prediction import MemoryWalk
 from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import local_nbytes

@@ -44,14 +44,14 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
-from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
+from passes.ir.process_state import collector_paused
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import fallback_ops
 from passes.plan.planned_graph import Collective
-from passes.predict.memory_record import MemoryWalk
+from passes.predict.prediction import MemoryWalk
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates

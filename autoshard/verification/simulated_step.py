@@ -16,8 +16,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.verification.part_errors import Held, held_value, result_errors
 from cost_model.mesh import MeshSpec
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
+from passes.ir.process_state import autocast_off
 from passes.layout.layout import Layout
 from passes.lower.missing_tangents import missing_tangents
 from passes.lower.one_piece import pieces_of

@@ -34,8 +34,8 @@ from passes.capture.operator_calls import GroupedAsCaptured
 from passes.capture.trees import unflatten
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
-from passes.ir.kept_random_state import random_state_kept
 from passes.ir.op_traits import draws, is_cast
+from passes.ir.process_state import random_state_kept
 from passes.ir.rewrite import duplicate_joint
 from passes.ir.size_names import resized_shapes
 from passes.lower.rank_program import RankProgram

@@ -14,9 +14,8 @@ import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImpor
 from passes.compile.join_linears import stand_in
 from passes.compile.patterns import Pattern, matches, op
 from passes.ir.graph_pass import RankPass
-from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.graph_properties import COLLECTIVES, FUNCTIONAL
 from passes.ir.joint import node_value, result_index
-from passes.ir.rank_properties import COLLECTIVES
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.ir.autocast_off import autocast_off
+from passes.ir.process_state import autocast_off
 
 
 class FakeCalls:

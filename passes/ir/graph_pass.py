@@ -11,9 +11,16 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import fx
 
-from passes.ir import graph_properties, rank_properties
+from passes.ir.graph_properties import (
+    ENDS,
+    INVARIANTS,
+    RANK_INVARIANTS,
+    BrokenGraphError,
+    HasGraph,
+    Kept,
+    Property,
+)
 from passes.ir.joint import JointGraph
-from passes.ir.properties import BrokenGraphError, HasGraph, Kept, Property
 
 G = TypeVar("G", bound=HasGraph)
 
@@ -50,12 +57,12 @@ class GraphPass(Pass[JointGraph]):
     Beyond that, and not checked: outputs and gradients are the same functions of the inputs, rounding aside.
     """
 
-    keeps = (graph_properties.ENDS,)
+    keeps = (ENDS,)
 
 
 @dataclass(frozen=True)
 class RankPass(Pass[fx.GraphModule]):
-    """A rewrite of one rank's forward or backward. `passes.ir.rank_properties` says what holds before and after."""
+    """A rewrite of one rank's forward or backward. `passes.ir.graph_properties` says what holds before and after."""
 
 
 def run_passes(joint: JointGraph, passes: Iterable[GraphPass]) -> JointGraph:
@@ -63,12 +70,12 @@ def run_passes(joint: JointGraph, passes: Iterable[GraphPass]) -> JointGraph:
 
     Raises BrokenGraphError, then, naming the pass, the property, the node and its source line.
     """
-    return _runner()(joint, tuple(passes), graph_properties.INVARIANTS)
+    return _runner()(joint, tuple(passes), INVARIANTS)
 
 
 def run_rank_passes(module: fx.GraphModule, passes: Iterable[RankPass]) -> fx.GraphModule:
     """`run_passes` for one rank's graph."""
-    return _runner()(module, tuple(passes), rank_properties.INVARIANTS)
+    return _runner()(module, tuple(passes), RANK_INVARIANTS)
 
 
 def properties_after(graph_pass: Pass[Any], before: Sequence[Property[Any]]) -> tuple[Property[Any], ...]:

@@ -11,10 +11,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from cost_model.mesh import MeshSpec
-from passes.ir.collector import collector_paused
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
+from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_node
 from passes.layout.layout import Layout, Span

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from cost_model.timed import Priced
-from passes.ir.collector import collector_paused
 from passes.ir.joint import (
     GraphInput,
     JointGraph,
@@ -19,6 +18,7 @@ from passes.ir.joint import (
     tensor_operands,
 )
 from passes.ir.op_traits import read_repeats
+from passes.ir.process_state import collector_paused
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.interior import PossibleInterior, possible_interiors
 from passes.plan.describe import escaped, op_name, op_text, shapes_of

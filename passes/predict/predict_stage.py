@@ -8,16 +8,15 @@ from dataclasses import replace
 from msgspec import Struct, structs
 
 from cost_model.checked_arguments import Count, Seconds
-from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
+from passes.ir.process_state import collector_paused
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.planned_graph import PlannedGraph
-from passes.predict.memory_record import MemoryWalk
-from passes.predict.predict_pieces import alone, predict_pieces, update_seconds
-from passes.predict.predict_step import predict_phases, slowest_ranks
-from passes.predict.prediction import Prediction
+from passes.predict.predict_program import alone, predict_phases, predict_pieces, trained_by, update_seconds
+from passes.predict.predict_step import slowest_ranks
+from passes.predict.prediction import MemoryWalk, Prediction
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.stages.stage_graph import split_backward
 from passes.strategies.prices import Prices
@@ -95,7 +94,7 @@ def _of_rank(
     else:
         parts = split_pieces(program)
         parts = parts.joined() if eager else parts
-        step = predict_pieces(program, parts, joint.pieces, prices, predict, simulated_group_axes)
+        step = predict_pieces(program, parts, joint.pieces, prices, simulated_group_axes)
         before, after = (predict(alone(module)).seconds for module in (parts.before, parts.after))
         phases = parts.piece.complete()
         given_back = _given_back(phases, parts)
@@ -110,7 +109,7 @@ def _of_rank(
         weight=halves[1],
         before=before,
         after=after,
-        update=update_seconds(program, prices) or 0.0,
+        update=update_seconds(trained_by(program), prices),
         held=_held(walk),
         kept=kept_by_a_piece(walk, received),
         peak=walk.peak.nbytes,

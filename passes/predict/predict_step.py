@@ -1,39 +1,32 @@
-"""How long a step of a plan will take: the program that runs, on a timeline of two streams."""
+"""How long a step of a plan will take: the program that runs, of its slowest rank, in each order of its transfers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+
+from torch import fx
 
 from cost_model.mesh import MeshSpec
-from cost_model.timeline import Timeline
-from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
+from passes.ir.process_state import collector_paused
+from passes.ir.rewrite import duplicate_module
 from passes.layout.assignment import Assignment
-from passes.lower.phases import Phases
+from passes.lower.partition import order_of
+from passes.lower.phases import Phases, split_phases
 from passes.lower.piecewise import split_pieces
-from passes.lower.rank_program import Schedule, rank_program
-from passes.plan.planned_graph import PlannedGraph
-from passes.predict.memory_walk import memory_walk
-from passes.predict.predict_pieces import predict_pieces
-from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
-from passes.predict.step_events import Axes, AxesOf, StepEvents
-from passes.predict.workspaces import workspaces_of
+from passes.lower.rank_program import RankProgram, Schedule, rank_program
+from passes.plan.planned_graph import PlannedGraph, Transfer
+from passes.predict.predict_program import predict_phases, predict_pieces
+from passes.predict.prediction import Prediction
+from passes.predict.step_events import Axes
+from passes.schedule.later_steps import later_places
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
-
-__all__ = [
-    "PredictedCollective",
-    "PredictedPhase",
-    "Prediction",
-    "predict_phases",
-    "predicted_step",
-    "slowest_ranks",
-    "slowest_step",
-]
 
 
 @collector_paused()
@@ -56,18 +49,12 @@ def predicted_step(
     def of_rank(rank: int) -> Prediction:
         program = rank_program(joint, planned, mesh, rank, groups, schedule=order)
         eager = prices.traffic is eager_traffic
-        of_phases = lambda phases: predict_phases(phases, prices, simulated_group_axes)
         if joint.pieces > 1:
             parts = split_pieces(program)
-            return predict_pieces(
-                program,
-                parts.joined() if eager else parts,
-                joint.pieces,
-                prices,
-                of_phases,
-                simulated_group_axes,
-            )
-        return of_phases((program.joined() if eager else program).usual())
+            parts = parts.joined() if eager else parts
+            return predict_pieces(program, parts, joint.pieces, prices, simulated_group_axes)
+        program = program.joined() if eager else program
+        return predict_phases(program.usual(), prices, simulated_group_axes)
 
     return slowest_step(of_rank(rank) for rank in slowest_ranks(planned.layouts, mesh))
 
@@ -77,38 +64,6 @@ def slowest_step(ranks: Iterable[Prediction]) -> Prediction:
     found = list(ranks)
     fullest = max(found, key=lambda p: p.peak.nbytes)
     return replace(max(found, key=lambda p: p.seconds), memory=fullest.memory)
-
-
-def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:
-    """The step of the rank whose programs `phases` are, in the order of their nodes.
-
-    axes_of: name of a process group in the graphs -> its mesh axes.
-    """
-    step = StepEvents(prices, axes_of)
-    step.add_graph(phases.forward, "forward")
-    if phases.backward is not None:
-        step.add_graph(phases.backward.module, "backward")
-        step.add_kernel("optimizer", _update_seconds(phases, prices), "optimizer")
-    timeline = Timeline.of(step.events, prices.overlap_efficiency)
-    late = {collective: timeline.events[wait].seconds for collective, wait in step.late.items()}
-    collectives = tuple(
-        PredictedCollective(
-            issued.phase,
-            issued.node,
-            issued.serves,
-            issued.kind,
-            issued.axes,
-            issued.nbytes,
-            timeline.events[issued.event].seconds,
-            timeline.start[issued.event],
-            timeline.exposed[issued.event] + late.get(issued.event, 0.0),
-            timeline.end[issued.event],
-        )
-        for issued in step.collectives
-    )
-    workspaces = workspaces_of(prices, axes_of)
-    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces, step.flows)
-    return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
 
 
 def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
@@ -132,28 +87,85 @@ def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:
     return next(rank for rank in range(mesh.device_count) if mesh.linear_index(rank, axes) == index)
 
 
-def _update_seconds(phases: Phases, prices: Prices) -> float:
-    """Seconds of the optimizer's update of this rank's shards."""
-    assert phases.backward is not None
-    placeholders = [n for n in phases.forward.graph.nodes if n.op == "placeholder"]
-    *_, output = phases.backward.module.graph.nodes
-    seconds = 0.0
-    for end, gradient in zip(phases.backward.gradients, output.args[0], strict=True):
-        if gradient is not None and phases.inputs[end.index].kind == "param":
-            value = placeholders[end.index].meta["val"]
-            seconds += prices.optimizer_seconds(value.numel() * value.element_size())
-    return seconds
+class StepInOrders:
+    """`predicted_step` of programs that differ in the order of their transfers, each of which is made but once."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = replace(joint, device=CPU)
+        self._orders: dict[int, Orders] = {}
+
+    @collector_paused()
+    def predicted(self, planned: PlannedGraph, prices: Prices) -> Prediction:
+        """Of the slowest rank. planned: under `prices`."""
+        if self._joint.pieces > 1:
+            return predicted_step(self._joint, planned, prices)
+        return slowest_step(
+            predict_phases(
+                self._of_rank(rank, planned, prices).program(planned).usual(), prices, simulated_group_axes
+            )
+            for rank in slowest_ranks(planned.layouts, prices.mesh)
+        )
+
+    def _of_rank(self, rank: int, planned: PlannedGraph, prices: Prices) -> Orders:
+        known = self._orders.get(rank)
+        if known is not None and known.has(planned):
+            return known
+        mesh, joined = prices.mesh, prices.traffic is eager_traffic
+        self._orders[rank] = Orders(self._joint, planned, mesh, rank, simulated_groups(mesh), joined=joined)
+        return self._orders[rank]
 
 
-def _phases(step: StepEvents, timeline: Timeline) -> Iterable[PredictedPhase]:
-    """Where ranks are late the step is longer for communication, and not for kernels."""
-    first, begun, waits = 0, 0.0, frozenset(step.late.values())
-    for name, last in step.ends:
-        members = range(first, last)
-        late = sum(timeline.events[i].seconds for i in members if i in waits)
-        compute = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "compute")
-        comm = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "comm")
-        end = max((timeline.end[i] for i in members), default=begun)
-        exposed = sum(timeline.exposed[i] for i in members)
-        yield PredictedPhase(name, end - begun, compute - late, comm, exposed + late)
-        first, begun = last, end
+class Orders:
+    """Programs of one rank that differ in turns, and in how many transfers are in flight, and in nothing else.
+
+    planned: the first. joined: with the kernels that a program has which runs op by op. Others as of
+    `rank_program`.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        planned: PlannedGraph,
+        mesh: MeshSpec,
+        rank: int,
+        groups: Mapping[tuple[str, ...], str],
+        *,
+        joined: bool,
+    ) -> None:
+        self._planned = planned
+        self._joint = compute_again(joint, planned.again)
+        program = rank_program(self._joint, planned, mesh, rank, groups)
+        self._program = program.joined() if joined else program
+
+    def has(self, planned: PlannedGraph) -> bool:
+        """Whether that is the same program in another order: what moves, and in which phase, is the same."""
+        phases = lambda one: {transfer: turn[0] for transfer, turn in one.turns.items()}
+        content = lambda one: (phases(one), one.steps, one.interiors, one.layouts)
+        return content(planned) == content(self._planned)
+
+    def program(self, planned: PlannedGraph) -> RankProgram:
+        """In the order of `planned`, which it `has`."""
+        later = later_places(self._joint, planned)
+        ordered = lambda module: self._ordered(module, planned, later)
+        backward = self._split.backward
+        split = replace(
+            self._split,
+            forward=ordered(self._split.forward),
+            backward=None if backward is None else replace(backward, module=ordered(backward.module)),
+        )
+        return replace(self._program, split=split)
+
+    @cached_property
+    def _split(self) -> Phases:
+        return split_phases(self._program.local.module, self._program.inputs, self._program.outputs)
+
+    def _ordered(
+        self, module: fx.GraphModule, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
+    ) -> fx.GraphModule:
+        module = duplicate_module(module)
+        for node in module.graph.nodes:
+            if "transfer" in node.meta:
+                transfer = self._program.local.transfers[node.meta["transfer"]]
+                kept = {name: value for name, value in node.meta.items() if name not in ("ahead", "later")}
+                node.meta = kept | order_of(transfer, planned, later)
+        return module

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.graph_pass import RankPass
-from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.graph_properties import FUNCTIONAL, OPS, HasGraph, Property, described
 from passes.ir.op_traits import is_cheap, is_collective, is_product
-from passes.ir.properties import HasGraph, Property, described
-from passes.ir.rank_properties import OPS
 from passes.ir.torch_dispatch import input_nodes
 from passes.ir.torch_sizes import counts_as
 from passes.plan.planned_graph import Turn

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.graph_pass import RankPass
-from passes.ir.properties import HasGraph, Property, described
-from passes.ir.rank_properties import COLLECTIVES, OPS, group_of, is_start
+from passes.ir.graph_properties import COLLECTIVES, OPS, HasGraph, Property, described, group_of, is_start
 
 
 def _two_groups(graph: HasGraph) -> str | None:

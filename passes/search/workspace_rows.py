@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import JointGraph, node_value, node_values, tensor_operands
-from passes.ir.op_signature import op_signature
+from passes.ir.op_schema import op_signature
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.predict.workspaces import Workspaces, workspaces_on

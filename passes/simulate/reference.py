@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.capture.model_state import named_state, state_kept
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.ir.op_traits import draws, rounds
+from passes.ir.process_state import autocast_off
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from passes.layout.layout import Layout
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.decide import decide
-from passes.predict.predict_step import Prediction, predict_phases, predicted_step, slowest_ranks
+from passes.predict.predict_program import predict_phases
+from passes.predict.predict_step import predicted_step, slowest_ranks
+from passes.predict.prediction import Prediction
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
