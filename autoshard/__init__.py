@@ -3,7 +3,7 @@
 model = autoshard(model, mesh)
 """
 
-from autoshard.api import autoshard, is_tuned
+from autoshard.api import autoshard, is_tuned, random_state
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
@@ -11,7 +11,6 @@ from autoshard.data.scatter import gather, scatter, weighted_mean
 from autoshard.plan.answer import Answer
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.planning import find_plan
-from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
 from autoshard.spatial import halo_exchange
 from autoshard.verification.verify_plan import VerifyReport, verify

@@ -31,6 +31,7 @@ from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, g
 from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.attachments import attach
+from autoshard.runtime.executable import SeedStream
 from autoshard.runtime.module import install
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.session import Session
@@ -268,3 +269,18 @@ def _checked_mesh(mesh: DeviceMesh) -> MeshSpec:
             f"  try: torchrun --nproc-per-node {spec.device_count}, or a smaller mesh"
         )
     return spec
+
+
+def random_state(model: nn.Module) -> SeedStream:
+    """What dropout and other random ops of a parallel model draw next: `state_dict()`, `load_state_dict(state)`.
+
+    The same on every rank: each loads the same state, before the first call or after it.
+    Raises ShardingError for a model that `autoshard` did not make parallel.
+    """
+    session = Session.of(model) if isinstance(model, nn.Module) else None
+    if session is None:
+        raise ShardingError(
+            "model is not parallel, and its random numbers are torch's own\n"
+            "  try: model = autoshard(model, mesh) before, or torch.get_rng_state()"
+        )
+    return session.seeds

@@ -22,7 +22,7 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 from passes.plan.planned_graph import Collective, NodeRecord, PlannedGraph
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.search.search_space import ALIKE
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline

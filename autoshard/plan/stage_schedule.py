@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from autoshard.plan.plan_memory import AtPeak, MemoryTimeline, in_order
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_bytes
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.predict.prediction import KINDS, Kind, MemoryStep
 from passes.stages.pipeline_orders import (
     ORDERS,

@@ -27,7 +27,7 @@ from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.memory import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs

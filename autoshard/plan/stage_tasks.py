@@ -21,7 +21,7 @@ from passes.ir.op_schema import op_signature
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
-from passes.predict.predict_stage import StageFigures, kept_by_a_piece, predict_stage
+from passes.predict.predict_step import StageFigures, kept_by_a_piece, predict_stage
 from passes.predict.prediction import MemoryWalk
 from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again

@@ -20,7 +20,7 @@ from passes.capture import CallSpec
 from passes.capture.questions import Check
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.torch_dtensor import local_of
-from passes.lower.missing_tangents import all_but_the_loss
+from passes.lower.rank_program import all_but_the_loss
 
 
 class CallGradients:

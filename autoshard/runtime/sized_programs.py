@@ -25,9 +25,8 @@ from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.layout.layout import Layout
-from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
-from passes.lower.rank_program import RankProgram
+from passes.lower.rank_program import RankProgram, usually_missing
 from passes.plan.sized_plan import in_symbols
 
 _log = logging.getLogger("autoshard")

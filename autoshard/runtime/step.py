@@ -17,9 +17,8 @@ from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.joint import GraphOutput
 from passes.ir.process_state import autocast_off
-from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
-from passes.lower.rank_program import RankProgram
+from passes.lower.rank_program import RankProgram, usually_missing
 
 
 @dataclass(frozen=True)

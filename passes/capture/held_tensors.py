@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cost_model.errors import CaptureError
 from passes.capture.model_state import Slot
 from passes.capture.places import contents
-from passes.capture.refusals import refused
+from passes.capture.provenance import refused
 from passes.capture.surroundings import Container, containers_of
 
 

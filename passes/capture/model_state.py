@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture.places import contents, refill
-from passes.capture.refusals import check_dense, refused
+from passes.capture.provenance import check_dense, refused
 from passes.capture.snapshot import Snapshot
 
 Table = Literal["_parameters", "_buffers", "__dict__"]

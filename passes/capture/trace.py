@@ -20,9 +20,8 @@ from passes.capture.known_values import History
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
-from passes.capture.provenance import provenance
+from passes.capture.provenance import provenance, refused
 from passes.capture.questions import Questions, RunEnded
-from passes.capture.refusals import refused
 from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
 from passes.capture.stand_ins import Spot, Uses, put_stand_ins

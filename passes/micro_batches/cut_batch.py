@@ -13,7 +13,7 @@ from passes.ir.joint import JointGraph, dependents, node_value, result_index, re
 from passes.ir.op_traits import is_collect, is_piece, is_product
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.layout.layout import Layout
-from passes.lower.missing_tangents import without_usually_missing
+from passes.lower.rank_program import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies
 from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh, trains

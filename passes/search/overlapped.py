@@ -23,9 +23,8 @@ from passes.search.cost_kinds import CostKinds, recombined
 from passes.search.planes import Plane, Point, charged, highest_point
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
-from passes.solver.problem import Problem, Solution
+from passes.solver.problem import Problem, Solution, Tables
 from passes.solver.solve import ROUNDING, mixed, restricted, solve
-from passes.solver.tables import Tables
 
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that

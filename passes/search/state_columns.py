@@ -24,9 +24,8 @@ from passes.search.overlapped import CuttingPlanes
 from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import several_rows
 from passes.solver.graph import Graph
-from passes.solver.problem import Infeasible, Problem, Solution
+from passes.solver.problem import Infeasible, Problem, Solution, Tables
 from passes.solver.solve import restricted, solve
-from passes.solver.tables import Tables
 
 FIRST, ROUNDS = 12, 8
 """How often strategies are brought before a choice fits, and for a better one, at most."""

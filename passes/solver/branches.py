@@ -19,8 +19,7 @@ from .local_search import descend
 from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve, propagate
-from .problem import Array
-from .tables import Index
+from .problem import Array, Index
 
 
 def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: Alike | None = None) -> float:

@@ -18,8 +18,7 @@ from .core import Budget
 from .graph import DeadEnd, Graph, cost_beside
 from .local_search import Search
 from .presolve import presolve
-from .problem import Array
-from .tables import Tables
+from .problem import Array, Tables
 from .usage import Rows
 
 

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .graph import DeadEnd, Graph
-from .problem import Array
-from .tables import BLOCK, Index
+from .problem import BLOCK, Array, Index
 from .usage import RangeMinimum
 
 WORK_LIMIT = 400_000_000

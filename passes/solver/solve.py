@@ -13,8 +13,7 @@ from .explain_infeasible import contradiction, no_room, several_rows
 from .graph import DeadEnd, Graph
 from .memory_rows import MemorySearch
 from .presolve import presolve
-from .problem import Infeasible, Problem, Solution
-from .tables import Tables
+from .problem import Infeasible, Problem, Solution, Tables
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""

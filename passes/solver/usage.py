@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 
-from .problem import Array
-from .tables import Index
+from .problem import Array, Index
 
 
 @dataclass(frozen=True, eq=False)

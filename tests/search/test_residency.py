@@ -13,7 +13,7 @@ from autoshard.plan.plan_prices import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_either, is_use, is_view
-from passes.lower.missing_tangents import without_usually_missing
+from passes.lower.rank_program import without_usually_missing
 from passes.search.graph_ends import boundary_of
 from passes.search.limited_space import build_limited
 from passes.search.offered import build_offered
