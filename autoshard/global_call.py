@@ -278,7 +278,7 @@ def _values(captured: Captured) -> dict[int, torch.Tensor]:
     joint, numbers = captured.joint, number_indices(captured.call.outputs)
     return {
         spec.index: result.meta["val"]
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        for spec, result in joint.returned
         if spec.kind == "output" and result is not None and spec.index not in numbers
     }
 

@@ -17,88 +17,43 @@ from passes.ops import neighborhood_attention
 T = TypeVar("T", int, bool)
 
 
-def na1d(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] = 1,
-    dilation: int | Sequence[int] = 1,
-    is_causal: bool | Sequence[bool] | None = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Neighbourhood attention over one dim.
+def _over(space: int, about: str):  # its type is that of what it returns
+    """`na1d` and so on, over so many dims."""
+    name = f"na{space}d"
 
-    query [batch, x, heads, head_dim], key of the same shape, value [batch, x, heads, head_dim_v]; returns
-    [batch, x, heads, head_dim_v]. Fewer heads of key and value: each serves as many of the query's, next to each other.
-    Each query attends to `kernel_size` keys, every `dilation`-th, about itself, moved inside at the edges; an even
-    kernel has one more before it than after it. is_causal: itself and the `kernel_size` - 1 before it, as many as there
-    are. scale: of the products; head_dim ** -0.5 if not given. Computed in at least float32.
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        is_causal: bool | Sequence[bool] | None = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        for argument, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise reject(f"{name}: {argument}", x, "a tensor")
+        if scale is not None and (not isinstance(scale, (int, float)) or abs(scale) >= 2**63):
+            raise reject(f"{name}: scale", scale, "a number, or None")
+        if any(n != 1 for n in _each(name, "stride", stride, space)):
+            raise UnsupportedOpError(f"{name}: stride {stride} is not supported\n  try: stride=1")
+        _check_tensors(name, space, query, key, value)
+        kernel = _each(name, "kernel_size", kernel_size, space)
+        steps = _each(name, "dilation", dilation, space)
+        lengths = [int(n) for n in query.shape[1:-2]]
+        _check_fits(name, lengths, kernel, steps)
+        causal = _each(name, "is_causal", bool(is_causal) if is_causal is None else is_causal, space)
+        key, value = (_repeat_heads(x, query.shape[-2]) for x in (key, value))
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        origin = [0] * space
+        return neighborhood_attention(
+            query, key, value, kernel, steps, causal, factor, lengths, origin, origin
+        )
 
-    Raises ShardingError if shapes, dtypes or devices do not fit each other, or kernel_size * dilation is more than a
-    dim has; UnsupportedOpError for a stride other than 1.
-    """
-    return _attend("na1d", 1, query, key, value, kernel_size, stride, dilation, is_causal, scale)
-
-
-def na2d(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] = 1,
-    dilation: int | Sequence[int] = 1,
-    is_causal: bool | Sequence[bool] | None = False,
-    scale: float | None = None,
-) -> Tensor:
-    """`na1d` over two dims, [batch, x, y, heads, head_dim]; kernel_size, dilation and is_causal: one, or one a dim."""
-    return _attend("na2d", 2, query, key, value, kernel_size, stride, dilation, is_causal, scale)
-
-
-def na3d(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] = 1,
-    dilation: int | Sequence[int] = 1,
-    is_causal: bool | Sequence[bool] | None = False,
-    scale: float | None = None,
-) -> Tensor:
-    """`na1d` over three dims, [batch, x, y, z, heads, head_dim]; kernel_size, dilation and is_causal: one, or one a
-    dim."""
-    return _attend("na3d", 3, query, key, value, kernel_size, stride, dilation, is_causal, scale)
-
-
-def _attend(
-    name: str,
-    space: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int],
-    dilation: int | Sequence[int],
-    is_causal: bool | Sequence[bool] | None,
-    scale: float | None,
-) -> Tensor:
-    for argument, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise reject(f"{name}: {argument}", x, "a tensor")
-    if scale is not None and (not isinstance(scale, (int, float)) or abs(scale) >= 2**63):
-        raise reject(f"{name}: scale", scale, "a number, or None")
-    if any(n != 1 for n in _each(name, "stride", stride, space)):
-        raise UnsupportedOpError(f"{name}: stride {stride} is not supported\n  try: stride=1")
-    _check_tensors(name, space, query, key, value)
-    kernel = _each(name, "kernel_size", kernel_size, space)
-    steps = _each(name, "dilation", dilation, space)
-    lengths = [int(n) for n in query.shape[1:-2]]
-    _check_fits(name, lengths, kernel, steps)
-    causal = _each(name, "is_causal", bool(is_causal) if is_causal is None else is_causal, space)
-    key, value = (_repeat_heads(x, query.shape[-2]) for x in (key, value))
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    origin = [0] * space
-    return neighborhood_attention(query, key, value, kernel, steps, causal, factor, lengths, origin, origin)
+    attend.__name__ = attend.__qualname__ = name
+    attend.__doc__ = about
+    return attend
 
 
 def _each(name: str, argument: str, value: T | Sequence[T], space: int) -> list[T]:
@@ -158,3 +113,22 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
         return x
     sizes = (*x.shape[:-1], heads // groups, x.shape[-1])
     return x.unsqueeze(-2).expand(sizes).flatten(-3, -2)
+
+
+na1d = _over(
+    1,
+    """Neighbourhood attention over one dim.
+
+    query [batch, x, heads, head_dim], key of the same shape, value [batch, x, heads, head_dim_v]; returns
+    [batch, x, heads, head_dim_v]. Fewer heads of key and value: each serves as many of the query's, next to each other.
+    Each query attends to `kernel_size` keys, every `dilation`-th, about itself, moved inside at the edges; an even
+    kernel has one more before it than after it. is_causal: itself and the `kernel_size` - 1 before it, as many as there
+    are. scale: of the products; head_dim ** -0.5 if not given. Computed in at least float32.
+
+    Raises ShardingError if shapes, dtypes or devices do not fit each other, or kernel_size * dilation is more than a
+    dim has; UnsupportedOpError for a stride other than 1.
+    """,
+)
+_MORE = "kernel_size, dilation and is_causal: one, or one a dim."
+na2d = _over(2, f"`na1d` over two dims, [batch, x, y, heads, head_dim]; {_MORE}")
+na3d = _over(3, f"`na1d` over three dims, [batch, x, y, z, heads, head_dim]; {_MORE}")

@@ -32,7 +32,7 @@ import torch
 
 from autoshard import MeshSpec, Profile, find_plan
 from autoshard.cli import parse_mesh
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes

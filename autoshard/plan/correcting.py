@@ -17,7 +17,7 @@ from passes.ir.joint import JointGraph
 from passes.search.corrected_rows import Held
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
-from passes.search.narrowing import Narrowing
+from passes.search.search_start import Narrowing
 from passes.states.compute_again import compute_again
 
 _STATES_SHARE = 0.5

@@ -100,9 +100,12 @@ class _Case:
     @cached_property
     def given(self) -> Mapping[str, Layout]:
         """Of parameters and inputs, by name."""
-        ends = zip(self.asked.joint.placeholders, self.asked.joint.inputs, strict=True)
         held = self.assignment
-        return {spec.name: held[node.name].results[0] for node, spec in ends if spec.kind != "tangent"}
+        return {
+            spec.name: held[node.name].results[0]
+            for node, spec in self.asked.joint.given
+            if spec.kind != "tangent"
+        }
 
     @cached_property
     def splits(self) -> Mapping[str, float]:

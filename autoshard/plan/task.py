@@ -16,7 +16,16 @@ from autoshard.plan.correcting import Chosen, Way
 from autoshard.plan.families import Again, Sizes, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
-from autoshard.plan.judged import Judged, judged
+from autoshard.plan.judged import (
+    MESSAGES,
+    Judged,
+    judged,
+    messages_nbytes,
+    over_link,
+    plan_reserve,
+    prices_as_in,
+    prices_of,
+)
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_ends import (
@@ -26,14 +35,6 @@ from autoshard.plan.plan_ends import (
     parameter_shapes,
     program_fields,
     resolve_pins,
-)
-from autoshard.plan.plan_prices import (
-    MESSAGES,
-    messages_nbytes,
-    over_link,
-    plan_reserve,
-    prices_as_in,
-    prices_of,
 )
 from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
@@ -57,8 +58,7 @@ from passes.search.find import Found
 from passes.search.find_states import OfferedStates
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.judged_choice import Judgement, counted_seconds
-from passes.search.narrowing import Narrowing
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_start import COLD, Narrowing, SearchStart
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.prices import Prices

@@ -31,7 +31,7 @@ from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import NodeLayouts
-from passes.search.narrowing import Choose, Narrowing
+from passes.search.search_start import Choose, Narrowing
 from passes.states.compute_again import AGAIN
 
 

@@ -64,7 +64,7 @@ def input_sides(joint: JointGraph, layouts: Mapping[str, Layout]) -> tuple[Input
         InputSide(
             shape := tuple(node_value(node).shape), layouts.get(node.name, Layout.replicated(len(shape)))
         )
-        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        for node, spec in joint.given
         if spec.kind != "tangent"
     )
 
@@ -73,7 +73,7 @@ def output_shapes(joint: JointGraph) -> dict[int, tuple[int, ...]]:
     """Tensor output of a call -> its shape, by index."""
     found = {
         spec.index: tuple(node_value(result).shape)
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        for spec, result in joint.returned
         if spec.kind == "output" and result is not None
     }
     return dict(sorted(found.items()))

@@ -28,7 +28,7 @@ from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_pointwise
 from passes.ir.rewrite import call_like, emit, erase_dead, int_at, ints_at, shape_of, tensor_at
-from passes.ops.product_ops import format_equation, parse_equation
+from passes.ops.layer_ops import format_equation, parse_equation
 from passes.ops.routed_ops import ROUTED
 
 aten = torch.ops.aten

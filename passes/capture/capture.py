@@ -23,8 +23,7 @@ from passes.capture.capture_errors import (
     mutation_error,
     users_part,
 )
-from passes.capture.held_tensors import check_shared_memory
-from passes.capture.model_state import find_slots
+from passes.capture.model_state import check_shared_memory, find_slots
 from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source, refused
 from passes.capture.trace import Traced, TracedCall, trace
 from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors

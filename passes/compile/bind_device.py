@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
+import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.fuse_eager import VIEWS
 from passes.compile.join_linears import OpWriter
 from passes.ir.graph_pass import RankPass

@@ -26,7 +26,7 @@ from passes.ops import (
 )
 from passes.ops.attention_op import attention_backward_reference, attention_reference
 from passes.ops.attention_table import Chip
-from passes.ops.product_ops import contract_reference
+from passes.ops.layer_ops import contract_reference
 from passes.ops.routed_ops import (
     grouped_mm_reference,
     routed_mm_reference,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
+import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.join_linears import stand_in
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import COLLECTIVES, FUNCTIONAL

@@ -174,10 +174,8 @@ INVARIANTS: tuple[Property[Any], ...] = (
 
 def _ends(joint: JointGraph) -> Sequence[str]:
     """A pass may append a seed."""
-    given = zip(joint.inputs, joint.placeholders, strict=True)
-    inputs = [_end(spec, node) for spec, node in given if spec.kind != "seed"]
-    returned = zip(joint.outputs, joint.results, strict=True)
-    return [*inputs, *(_end(spec, node) for spec, node in returned)]
+    inputs = [_end(spec, node) for node, spec in joint.given if spec.kind != "seed"]
+    return [*inputs, *(_end(spec, node) for spec, node in joint.returned)]
 
 
 def _end(spec: GraphInput | GraphOutput, node: fx.Node | None) -> str:

@@ -100,15 +100,13 @@ class Served:
 
     @staticmethod
     def of(joint: JointGraph) -> Served:
-        inputs = zip(joint.placeholders, joint.inputs, strict=True)
-        parameters = {node: spec.name for node, spec in inputs if spec.kind == "param"}
-        ends = zip(joint.outputs, joint.results, strict=True)
+        parameters = {node: spec.name for node, spec in joint.given if spec.kind == "param"}
         graded = set(parameters.values())
         return Served(
             parameters,
             [
                 end.name if end.kind == "grad" and end.name in graded else None
-                for end, result in ends
+                for end, result in joint.returned
                 if result is not None
             ],
         )

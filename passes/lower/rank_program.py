@@ -68,8 +68,7 @@ def missing_tangents(joint: JointGraph) -> set[fx.Node]:
 
 
 def _tangents(joint: JointGraph) -> dict[fx.Node, GraphInput]:
-    nodes = zip(joint.placeholders, joint.inputs, strict=True)
-    return {node: spec for node, spec in nodes if spec.kind == "tangent"}
+    return {node: spec for node, spec in joint.given if spec.kind == "tangent"}
 
 
 def usually_missing(backward: Backward) -> frozenset[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
+import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
 from cost_model.mesh import MeshSpec
 from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.fake_calls import FakeCalls

@@ -26,8 +26,8 @@ from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, R
 from passes.plan.transfers import transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
-from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.schedule.issue_order import IssueOrder
+from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import fused_group
 
@@ -54,7 +54,7 @@ def chosen_steps(
     joint: JointGraph, assignment: Assignment, alone: Redistributor, merged: Redistributor | None = None
 ) -> Ways:
     """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
-    bring (`passes.schedule.hiding.hidden_reads`): such transfers share buckets, so their prices differ."""
+    bring (`passes.schedule.transfer_roles.hidden_reads`): such transfers share buckets, so their prices differ."""
     ending = frozenset[Transfer]()
     if merged is not None:
         ending = _hidden(joint).ending

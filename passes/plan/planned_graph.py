@@ -78,10 +78,10 @@ class Reshard(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OperandRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """source: name of the node read; result: which of its results; layout: as read; hides: whether the
-    transfers may run behind computation (`passes.schedule.hiding`); turn: theirs in the order of all ranks, which
-    the members of a bucket share, and ahead: how many are in flight when they start
-    (`PlannedGraph.turns`); None where there are none."""
+    """source: name of the node read; result: which of its results; layout: as read; hides: whether the transfers
+    may run behind computation (`passes.schedule.transfer_roles`); turn: theirs in the order of all ranks, which the
+    members of a bucket share, and ahead: how many are in flight when they start (`PlannedGraph.turns`); None where
+    there are none."""
 
     source: Word
     result: Annotated[int, Meta(ge=0, le=10_000)]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from torch import __version__ as torch_version
 from torch import fx
 
-from passes.ir.joint import JointGraph, result_index, tensor_operands
+from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece
-from passes.ir.phase_ops import segments
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.lower.interior import possible_interiors

@@ -43,7 +43,7 @@ class _Least:
         """Throughout."""
         trained, optimizer = self._joint.trained, self._prices.optimizer
         total = 0
-        for node, spec in zip(self._joint.placeholders, self._joint.inputs, strict=True):
+        for node, spec in self._joint.given:
             if spec.kind != "tangent":
                 nbytes = self._of_placeholder(node)
                 total += nbytes
@@ -56,7 +56,7 @@ class _Least:
         an input, or repeated from a smaller tensor."""
         found: dict[fx.Node, int] = {}
         placeholders, trained = self._joint.placeholders, self._joint.trained
-        for end, result in zip(self._joint.outputs, self._joint.results, strict=True):
+        for end, result in self._joint.returned:
             if end.kind == "grad" and result is not None and placeholders[end.index] in trained:
                 root = _root(result)
                 if _is_own(root, result):

@@ -23,7 +23,7 @@ from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.predict.predict_program import alone, predict_phases, predict_pieces, trained_by, update_seconds
 from passes.predict.prediction import MemoryWalk, Prediction
 from passes.predict.step_events import Axes
-from passes.schedule.later_steps import later_places
+from passes.schedule.issue_order import later_places
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.stages.stage_graph import split_backward

@@ -1,4 +1,10 @@
-"""Bytes that an op has for itself while it runs, beside its operands and results."""
+"""Bytes that an op has for itself while it runs, beside its operands and results.
+
+Convolutions on a CPU copy their operands into another layout. oneDNN computes on blocks of channels: operands are
+copied into blocks, and results out of them. What oneDNN does not take, torch computes as a product over columns: the
+values that each result reads, side by side.
+[torch/csrc: aten/native/Convolution.cpp `use_mkldnn`, aten/native/ConvolutionMM2d.cpp, aten/native/mkldnn/Conv.cpp]
+"""
 
 from __future__ import annotations
 

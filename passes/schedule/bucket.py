@@ -14,7 +14,7 @@ from torch import fx
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import COMPUTING, FUNCTIONAL, HasGraph, Property, described
-from passes.ir.phase_ops import on_demand
+from passes.ir.joint import on_demand
 from passes.redistribution.emit_steps import Emitter, value
 from passes.redistribution.lower_redistribute import collective_nodes
 

@@ -30,8 +30,7 @@ from passes.layout.layout import Layout
 from passes.rules.core.rule import OpRule
 from passes.search.find import Found, JudgeUnder, find_assignment
 from passes.search.graph_ends import Boundary
-from passes.search.narrowing import Narrowing
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_start import COLD, Narrowing, SearchStart
 from passes.strategies.cuts import ops_of
 from passes.strategies.prices import Prices
 from passes.strategies.strategies import contiguous_factors

@@ -17,10 +17,9 @@ from passes.predict.least_memory import least_nbytes
 from passes.search.agree import Agreed, agreed
 from passes.search.graph_ends import Boundary
 from passes.search.judged_choice import Judgement
-from passes.search.limited_space import build_limited
-from passes.search.narrowing import Narrowing
+from passes.search.offered import build_limited
 from passes.search.search_space import SearchSpace
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_start import COLD, Narrowing, SearchStart
 from passes.search.step_kinds import PhaseOverlap, StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible

@@ -19,10 +19,9 @@ from passes.search.corrected_rows import Held, corrected, held_besides, kinds_wi
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
 from passes.search.judged_choice import overlaps_of
-from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
-from passes.search.search_start import same_layouts
+from passes.search.search_start import Narrowing, same_layouts
 from passes.search.started_alone import started, started_alone, unpaid_starts
 from passes.search.state_columns import Columns
 from passes.search.step_kinds import CLOSE, PhaseOverlap

@@ -118,10 +118,7 @@ def reference_inputs(
     """A value for every placeholder: the model's own, the call's, and random tangents."""
     generator = torch.Generator().manual_seed(seed)
     named = {**_parameters(model), **named_state(model)}
-    return [
-        _value(spec, node, named, joint, tensors, generator)
-        for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
-    ]
+    return [_value(spec, node, named, joint, tensors, generator) for node, spec in joint.given]
 
 
 def _value(

@@ -24,7 +24,10 @@ BLOCK = 1 << 20
 
 
 class Tables:
-    """Interns arrays, and memoises operations on interned ones. All results are interned and read-only."""
+    """Interns arrays, and memoises operations on interned ones. All results are interned and read-only.
+
+    Most nodes of a deep model are copies of a few hundred, so the same min-plus product, restriction or comparison
+    comes up once per layer. Interned arrays are compared by identity, which makes those memo look-ups."""
 
     def __init__(self, above: Tables | None = None) -> None:
         """above: tables whose arrays are known here too; what they say of one array is computed there, once for all."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, Profile, find_plan
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.compute import ComputePrices
 from cost_model.measurements import DeviceRates, Lateness, MatmulRates
 from passes.ir.joint import GraphInput, GraphOutput

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.plan.judged import prices_of
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_prices import prices_of
 from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph

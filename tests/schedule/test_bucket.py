@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import passes.search.coarse_to_fine as coarse_to_fine
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from cost_model.deadline import NEVER, OutOfTime
 from passes.layout.joined_axes import JoinedAxes, keeps_together

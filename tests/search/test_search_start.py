@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoshard import MeshSpec
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.search.agree import first_overlaps
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.limited_space import build_limited
+from passes.search.offered import build_limited
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.solver.problem import Infeasible, Solution

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.predict.workspaces import convolution_copies

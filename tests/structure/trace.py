@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.memory import format_seconds
 from cost_model.profile import Profile
 from passes.canonicalize import canonicalize

@@ -21,7 +21,7 @@ from passes.ir.graph_properties import (
 )
 from passes.schedule.bucket import MERGED
 from passes.schedule.overlap import IN_TURN
-from passes.schedule.serialize_communicators import ONE_GROUP_IN_FLIGHT
+from passes.schedule.schedule import ONE_GROUP_IN_FLIGHT
 from tests.runtime.graphs import Local
 
 aten = torch.ops.aten
