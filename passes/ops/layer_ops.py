@@ -1,5 +1,5 @@
-"""Layers and products as operators: `autoshard::contract`, `autoshard::ctc_loss`, and `autoshard::circular_pad`, which pads
-with what is at the other end.
+"""Layers and products as operators: `autoshard::contract`, `autoshard::ctc_loss`, and `autoshard::circular_pad`, which
+pads with what is at the other end.
 
 Torch takes `F.pad(mode="circular")` apart into copies, of which nothing can tell any more that the dim is a circle.
 Where the dim is split in space a rank reads its padding from its neighbours with the rest, across the ends too.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from passes.lower.one_piece import one_piece
+from passes.lower.piecewise import one_piece
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
