@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
     OptimizerLike,
-    check_batch,
     check_call_placements,
-    check_recompute,
+    check_choices,
     checked_dynamic,
     checked_micro_batches,
     checked_model,
     checked_race,
-    checked_tune,
     optimizer_name,
 )
 from autoshard.global_call import as_call
@@ -29,7 +27,6 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
 from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
-from autoshard.refine.refine import check_refine
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.executable import SeedStream
 from autoshard.runtime.module import install
@@ -142,9 +139,7 @@ def autoshard(
         """All but the profile, where none is given: that is measured when everything else is right."""
         checked_model(model)
         check_backend(backend)
-        check_refine(refine)
-        check_recompute(recompute)
-        check_batch(batch)
+        check_choices(refine=refine, recompute=recompute, batch=batch, tune=tune)
         check_call_placements(in_placements, out_placements, spec)
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         ready = None if plan is None else given_plan(plan)
@@ -166,7 +161,7 @@ def autoshard(
             recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
             gap=checked_share(gap, "gap"),
-            tune=checked_tune(tune),
+            tune=tune,
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
             optimizer=named,

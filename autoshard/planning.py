@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard.arguments import (
     OptimizerLike,
     check_autocast,
-    check_batch,
     check_call_placements,
+    check_choices,
     check_device,
     check_profile_kind,
-    check_recompute,
     checked_micro_batches,
     checked_model,
     optimizer_name,
@@ -35,7 +34,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
-from autoshard.refine.refine import check_refine, may_refine, shared_refined_plan
+from autoshard.refine.refine import may_refine, shared_refined_plan
 from cost_model.checked_arguments import checked_seconds, checked_share
 from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError
@@ -152,9 +151,7 @@ def find_plan(
     spec = mesh_spec(mesh)
     checked_model(model)
     check_backend(backend)
-    check_refine(refine)
-    check_recompute(recompute)
-    check_batch(batch)
+    check_choices(refine=refine, recompute=recompute, batch=batch)
     pieces = checked_micro_batches(micro_batches)
     staged = checked_stages(stages, spec)
     only = checked_schedule(schedule, staged)
@@ -280,7 +277,6 @@ def _join(device_type: str) -> None:
 
 
 _HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_SINCE = (2, 26)
 
 
 def in_host_order() -> bool:
@@ -291,7 +287,7 @@ def in_host_order() -> bool:
     """
     if os.environ.get(_HOST_ORDER, "0") in ("", "0") or not torch.cuda.is_available():
         return False
-    return nccl.version()[:2] >= _SINCE
+    return nccl.version()[:2] >= (2, 26)
 
 
 def ask_for_host_order() -> None:

@@ -121,10 +121,6 @@ PEER_BYTES = 469_000_000
 H100s took 4.34 - 1.06 GB, over seven peers. [NVIDIA/nccl#1685]"""
 
 
-NETWORK_BYTES = 512 << 20
-"""The buffer that all messages over a network share. [NVIDIA/nccl#2363]"""
-
-
 def communicators(mesh: MeshSpec, used: Iterable[Axes] = ()) -> tuple[Axes, ...]:
     """The communicators of one rank, in the order in which they are made; none on CPUs or for one rank.
 
@@ -155,7 +151,8 @@ def reserve_bytes(mesh: MeshSpec, peers: Mapping[Axes, int] | None = None) -> in
         found += PAIR_BYTES if mesh.size(*axes) == 2 else COMMUNICATOR_BYTES
     for axes, count in (peers or {}).items():
         near = min(count, _in_reach(mesh, axes))
-        found += near * PEER_BYTES + (NETWORK_BYTES if count > near else 0)
+        # The buffer that all messages over a network share. [NVIDIA/nccl#2363]
+        found += near * PEER_BYTES + ((512 << 20) if count > near else 0)
     return found
 
 

@@ -34,9 +34,6 @@ _log = logging.getLogger("autoshard")
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_KEPT = 16
-"""Graphs of other sizes that are kept, for the next question."""
-
 
 @dataclass(frozen=True)
 class OtherSizes:
@@ -101,7 +98,8 @@ class OtherSizes:
                 )
             self.known[self.shapes] = own
         if shapes not in self.known:
-            if len(self.known) >= _KEPT:
+            # Graphs of other sizes that are kept, for the next question.
+            if len(self.known) >= 16:
                 self.known.pop(list(self.known)[1])
             self.known[shapes] = self._capture(shapes)
         return self.known[shapes]

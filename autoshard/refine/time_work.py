@@ -58,8 +58,6 @@ _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
 """Seconds of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
 _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
 """Seconds of all repetitions of a case; two are made at least."""
-_MOST_CALLS, _RUN_SECONDS = 8, 1e-3
-"""A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
 
 
 def time_work(
@@ -188,7 +186,9 @@ class Timing:
 def _calls(case: KernelCase) -> int:
     """A guess from the bytes and operations: no rank may decide by its own clock."""
     guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
-    return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
+    # A kernel is called in a row until it takes as long, but no more often: the call of the program around it
+    # counts.
+    return max(1, min(8, int(1e-3 / guess)))
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

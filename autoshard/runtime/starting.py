@@ -37,8 +37,6 @@ from passes.rules.core.rule_registry import users_rules
 
 WORTH = 0.05
 """Share of a short step that a better plan must save for a search to go on beside it."""
-LEAST_WIN = 0.02
-"""Share of a step that a plan must save for parameters to move to its layouts."""
 
 
 def search_beside(planner: Planner, call: Call, first: Plan, store: TimedStore | None) -> Search | None:
@@ -69,7 +67,8 @@ class Searching:
         best = self.first
         for found, timed in self._found(talk):
             under = replace(self.task, timed=timed)
-            if _seconds(found, under) < (1.0 - LEAST_WIN) * _seconds(best, under):
+            # Share of a step that a plan must save for parameters to move to its layouts.
+            if _seconds(found, under) < (1.0 - 0.02) * _seconds(best, under):
                 best = found
                 talk.send(Better(found.to_json()))
         keep_tuned(self.task, best)

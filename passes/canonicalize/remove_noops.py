@@ -156,10 +156,6 @@ def _cat(node: fx.Node) -> fx.Node | None:
     return _alike(node, pieces[0]) if len(pieces) == 1 else None
 
 
-def _same_branches(node: fx.Node) -> fx.Node | None:
-    return _alike(node, node.args[1]) if node.args[1] is node.args[2] else None
-
-
 ALIASES = tuple(
     getattr(aten, name).default
     for name in ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone")
@@ -184,7 +180,7 @@ _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.div.Scalar: _if_scalar(1),
     aten.pow.Tensor_Scalar: _if_scalar(1),
     aten.cat.default: _cat,
-    aten.where.self: _same_branches,
+    aten.where.self: lambda node: _alike(node, node.args[1]) if node.args[1] is node.args[2] else None,
 }
 
 

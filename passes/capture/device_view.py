@@ -83,10 +83,6 @@ def _lower(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, 
     return op(*args, **kwargs)
 
 
-def _full(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _lower(op, torch.float32, args, kwargs)
-
-
 def _full_result(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operand stays; the op is asked for a float32 result unless the call asks for another."""
     given = _by_name(op, args, kwargs)
@@ -130,7 +126,7 @@ POLICIES: dict[str, Policy] = {
     name: policy
     for names, policy in (
         (_LOWER_PRECISION, _lower),
-        (_FULL_PRECISION, _full),
+        (_FULL_PRECISION, lambda op, dtype, args, kwargs: _lower(op, torch.float32, args, kwargs)),
         (_FULL_PRECISION_RESULT, _full_result),
         (_FULL_PRECISION_OTHER_OVERLOAD, _full_other),
         (_WIDEST, _widest),
@@ -178,11 +174,6 @@ def accelerator_autocast(device_type: str) -> Generator[None]:
         yield
 
 
-_CAPABILITY = (9, 0)
-"""What a model that asks for the compute capability is told, whatever the GPU: the graph is one for all of them. It
-is Hopper's; the kernels that run are chosen by the real one."""
-
-
 @contextmanager
 def seen_on(device_type: str) -> Generator[None]:
     """Inside, traced tensors are on the first device of `device_type` as far as the model's code can see, its
@@ -206,8 +197,10 @@ def seen_on(device_type: str) -> Generator[None]:
 
 def _answer_for_machine(stack: ExitStack, device_type: str) -> None:
     """What a model may ask of the machine, answered as on a rank."""
+    # What a model that asks for the compute capability is told, whatever the GPU: the graph is one for all of
+    # them. It is Hopper's; the kernels that run are chosen by the real one.
     of_type: dict[str, Any] = {
-        "is_available": True, "is_bf16_supported": True, "current_device": 0, "get_device_capability": _CAPABILITY,
+        "is_available": True, "is_bf16_supported": True, "current_device": 0, "get_device_capability": (9, 0),
     }  # fmt: skip
     of_any: dict[str, Any] = {"is_available": True, "current_accelerator": torch.device(device_type)}
     for module, answers in ((getattr(torch, device_type, None), of_type), (torch.accelerator, of_any)):

@@ -91,10 +91,6 @@ def step_results(
     return found
 
 
-_BACKWARD = 2
-"""Turn of the first collectives of which only gradients are made (`passes.plan.planned_graph.Turn`)."""
-
-
 @dataclass(frozen=True)
 class PieceInput:
     """What a piece is given. source: a placeholder of the rank's graph, or a value made before, by name, which is the
@@ -155,7 +151,8 @@ def without_gradients(program: RankProgram) -> RankProgram:
     results = graph.graph_copy(program.local.module.graph, {}) or ()
     ends = zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
     kept = [None if end.kind == "grad" else node for end, node in ends]
-    early = [n for n in graph.nodes if is_collective(n) and n.meta.get("turn", (0,))[0] < _BACKWARD]
+    # Turn of the first collectives of which only gradients are made (`passes.plan.planned_graph.Turn`).
+    early = [n for n in graph.nodes if is_collective(n) and n.meta.get("turn", (0,))[0] < 2]
     wanted = ancestors([*(node for node in kept if node is not None), *early])
     graph.output(tuple(kept))
     for node in reversed(list(graph.nodes)):

@@ -101,7 +101,7 @@ class _Folder:
         if node.op == "placeholder":
             self._placeholder(node)
         elif node.op == "output":
-            self.results = [self._result(n) for n in node.args[0]]  # type: ignore[union-attr]
+            self.results = [None if n is None else self.made[n] for n in node.args[0]]  # type: ignore[union-attr]
         else:
             self._op(node)
 
@@ -155,9 +155,6 @@ class _Folder:
             zero.meta = {**node.meta, "val": value}
             self.zeros[node] = zero
         return self.zeros[node]
-
-    def _result(self, node: fx.Node | None) -> fx.Node | None:
-        return None if node is None else self.made[node]
 
 
 def _finished(old: Backward, folder: _Folder, missing: Set[int]) -> Backward:

@@ -26,10 +26,6 @@ _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolu
 
 _BLOCK = 16
 """Channels of a block, of machines with AVX-512; 8 with AVX2, where less is copied."""
-_PLAIN = 3
-"""So few channels, of an image, oneDNN reads where they are."""
-_SMALL = 20_480
-"""Elements of one image up to which torch computes with columns."""
 
 
 def convolution_copies(node: fx.Node, value: Callable[[fx.Node], torch.Tensor] = node_value) -> int:
@@ -96,7 +92,8 @@ class _Convolution:
             return False
         large = any(size > 3 for size in self.weight.shape[2:])
         several = self.groups > 1 or self.x.shape[0] > 1
-        return self.x.dtype != torch.float32 or several or large or self.x.numel() > _SMALL
+        # Elements of one image up to which torch computes with columns.
+        return self.x.dtype != torch.float32 or several or large or self.x.numel() > 20_480
 
     @property
     def _columns(self) -> int:
@@ -111,7 +108,8 @@ class _Convolution:
 
     @property
     def _read(self) -> int:
-        plain = self.groups == 1 and self.x.shape[1] <= _PLAIN
+        # So few channels, of an image, oneDNN reads where they are.
+        plain = self.groups == 1 and self.x.shape[1] <= 3
         return 0 if plain else self._blocks(self.x)
 
     def _blocks(self, tensor: torch.Tensor) -> int:

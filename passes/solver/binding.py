@@ -111,8 +111,6 @@ def improve_prices(
 
 ROUNDS = 60
 ROWS_AT_ONCE = 24
-VIOLATED = 1e-9
-"""Share of a row's size above which the relaxation overfills it."""
 WORTHWHILE = 0.1
 """Share of the entries that a pruning must remove for another relaxation."""
 
@@ -194,7 +192,8 @@ def _without_rows(graph: Graph, rows: Rows, pruned: float, budget: Budget, offer
 
 def _relax(graph: Graph, rows: Rows, memory: dict[int, Row], budget: Budget) -> Relaxed | None:
     """The relaxation with all rows that it needs, which are added to `memory`; None if time ran out."""
-    tolerance = VIOLATED * float(np.abs(rows.slack).max())
+    # Share of a row's size above which the relaxation overfills it.
+    tolerance = 1e-9 * float(np.abs(rows.slack).max())
     program, answer = Relaxation(graph), None
     for _ in range(ROUNDS):
         better = program.solve(budget.deadline)

@@ -23,8 +23,6 @@ from .problem import Infeasible
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
-DEEP_LIMIT = 1_500_000
-"""The same where equal layers were relaxed as one: what it adds is little, and it takes minutes."""
 LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
 PASSES = 5
@@ -34,12 +32,8 @@ STALLED, PATIENCE = 0.02, 3
 QUICK, FEW = 100_000, 4
 """Edge entries up to which a relaxation takes no longer than so many times five passes of messages, and bounds better:
 where messages have not converged by then it is its turn."""
-DEEP = 0.4
-"""Share of a graph's edge entries, at most, that its different edges have for equal layers to be relaxed as one."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
-WORTHWHILE_IF_LARGE = 0.02
-"""The same where the graph is too large for the next kind."""
 BRANCHES, BRANCHES_SHARE = 100, 0.5
 """Relaxations solved in branches, and the share of the time left for them, before HiGHS searches by itself."""
 WEIGHT, MOSTLY_DECIDED = 1e-6, 0.2
@@ -183,7 +177,8 @@ class _Connected:
             self.bound = self._cutoff
             return False
         after = self.graph.entries()
-        return after <= before * (1 - (WORTHWHILE_IF_LARGE if after > PROGRAM_LIMIT else WORTHWHILE))
+        # Less is worth it where the graph is too large for the next kind.
+        return after <= before * (1 - (0.02 if after > PROGRAM_LIMIT else WORTHWHILE))
 
     def _by_messages(self) -> bool:
         passing = MessagePassing(self.graph)
@@ -213,7 +208,8 @@ class _Connected:
         relaxed = None if alike is None else Relaxation(self.graph, alike).solve(self.budget.deadline)
         if relaxed is None:
             return False
-        self._most = DEEP_LIMIT
+        # Edge entries, at most, where equal layers were relaxed as one: what it adds is little, and it takes minutes.
+        self._most = 1_500_000
         passing = MessagePassing(self.graph)
         messages = passing.packed(relaxed.messages)
         settled = passing.ascend(messages.copy(), PASSES, self.budget.deadline)
@@ -228,7 +224,9 @@ class _Connected:
         """What is alike, if the graph is large and most of it is; None otherwise."""
         entries = self.graph.entries()
         alike = Alike.of(self.graph) if entries > QUICK else None
-        return None if alike is None or alike.entries(self.graph) > DEEP * entries else alike
+        # Share of a graph's edge entries, at most, that its different edges have for equal layers to be
+        # relaxed as one.
+        return None if alike is None or alike.entries(self.graph) > 0.4 * entries else alike
 
     def _by_relaxation(self) -> bool:
         if self.graph.entries() > self._most:

@@ -16,8 +16,6 @@ LARGEST = 400
 """Nodes of the largest set that is made minimal; a larger one is returned as it is."""
 SMALL = 60
 """Nodes of a set that is made minimal by solving, where arc consistency would do."""
-SECONDS = 20.0
-"""For each question whether a set has a choice."""
 _Test = Callable[[Graph, Sequence[int]], bool]
 
 
@@ -97,16 +95,13 @@ def _possible(base: Graph, nodes: Sequence[int]) -> bool:
     graph = _induced(base, nodes)
     try:
         presolve(graph)
-        solve_presolved(graph, Budget(time.monotonic() + SECONDS, float("inf")))
+        # For each question whether a set has a choice.
+        solve_presolved(graph, Budget(time.monotonic() + 20.0, float("inf")))
     except DeadEnd:
         return False
     except Infeasible:
         return True
     return True
-
-
-FULLEST = 8
-"""Steps that are looked at, those where the nodes' least usages add up to most."""
 
 
 def no_room(problem: Problem, base: Graph, deadline: float) -> Infeasible | None:
@@ -135,7 +130,8 @@ def several_rows(problem: Problem, base: Graph, deadline: float) -> Infeasible:
 
 def _fullest(problem: Problem) -> list[int]:
     least = problem.least_profile()
-    return sorted(range(len(least)), key=lambda row: (-least[row], row))[:FULLEST]
+    # Steps that are looked at, those where the nodes' least usages add up to most.
+    return sorted(range(len(least)), key=lambda row: (-least[row], row))[:8]
 
 
 def least_usage(problem: Problem, base: Graph, row: int, deadline: float) -> tuple[float, list[int]]:

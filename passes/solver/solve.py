@@ -17,10 +17,6 @@ from .problem import Infeasible, Problem, Solution, Tables
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
-PRESOLVE_SHARE, CHEAP_SHARE = 0.4, 0.7
-"""Shares of the time limit after which the expensive reductions end, and the cheap ones."""
-RESERVE_SHARE, RESERVE = 0.05, 10.0
-"""Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
 
 SHARED = 8_000_000
 """Entries of a problem's tables up to which they are used and filled further: 64 MB."""
@@ -39,7 +35,8 @@ def solve(
     best choice so far. warm: a choice from elsewhere (of a similar problem); where it is possible and fits, only better
     ones are looked for. Deterministic, as long as the time limit does not end it. Raises Infeasible.
     """
-    deadline = time.monotonic() + time_limit - min(RESERVE, RESERVE_SHARE * time_limit)
+    # Share of the time limit, and seconds at most, kept for what cannot be interrupted.
+    deadline = time.monotonic() + time_limit - min(10.0, 0.05 * time_limit)
     relative = max(relative_gap, ROUNDING)
     known = _known(problem, warm)
     shared = problem.tables.entries <= SHARED
@@ -69,7 +66,8 @@ def _search(
     graph = base.copy()
     if problem.limit is not None:
         graph.add_rows(problem)
-    presolve(graph, now + PRESOLVE_SHARE * (deadline - now), now + CHEAP_SHARE * (deadline - now))
+    # Shares of the time limit after which the expensive reductions end, and the cheap ones.
+    presolve(graph, now + 0.4 * (deadline - now), now + 0.7 * (deadline - now))
     scale, messages = cost_scale(graph, deadline)
     budget = Budget(deadline, relative * scale)
     warm = None if known is None else graph.reduced(dict(enumerate(known)))
