@@ -33,8 +33,7 @@ from autoshard.runtime.module import install
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import agree, collectively
-from cost_model.checked_arguments import checked_seconds, checked_share
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_seconds, checked_share
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import check_backend

@@ -12,8 +12,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoshard.global_call import placement_leaves
-from cost_model.checked_arguments import checked_count, checked_path, is_whole, reject, shown
-from cost_model.errors import ProfileError, ShardingError
+from cost_model.errors import (
+    ProfileError,
+    ShardingError,
+    checked_count,
+    checked_path,
+    is_whole,
+    reject,
+    shown,
+)
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cost_model.checked_arguments import shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, shown
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.capture.call import flatten_call, number_indices, tensor_names, tensor_paths

@@ -35,9 +35,8 @@ from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import may_refine, shared_refined_plan
-from cost_model.checked_arguments import checked_seconds, checked_share
 from cost_model.deadline import Deadline
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_seconds, checked_share
 from cost_model.measure.measure import check_device_type
 from cost_model.measure.sampling import check_world
 from cost_model.memory import parse_bytes

@@ -21,8 +21,7 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from cost_model.cache_files import cache_folder, write_whole
-from cost_model.checked_arguments import read_json
-from cost_model.errors import PlanError
+from cost_model.errors import PlanError, read_json
 
 _log = logging.getLogger("autoshard")
 

@@ -12,8 +12,7 @@ from benchmarks.published_rows import Row
 from cost_model.compute import ComputePrices
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_collect, is_use
-from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, FactorSplit, Layout, NodeLayouts
 from passes.predict.prediction import MemoryWalk, Prediction
 from passes.strategies.prices import Prices
 

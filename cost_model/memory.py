@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from cost_model.checked_arguments import shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, shown
 from cost_model.groups import group_ranks, group_shape
 from cost_model.mesh import MeshSpec
 
@@ -121,6 +120,10 @@ PEER_BYTES = 469_000_000
 H100s took 4.34 - 1.06 GB, over seven peers. [NVIDIA/nccl#1685]"""
 
 
+NETWORK_BYTES = 512 << 20
+"""The buffer that all messages over a network share. [NVIDIA/nccl#2363]"""
+
+
 def communicators(mesh: MeshSpec, used: Iterable[Axes] = ()) -> tuple[Axes, ...]:
     """The communicators of one rank, in the order in which they are made; none on CPUs or for one rank.
 
@@ -151,8 +154,7 @@ def reserve_bytes(mesh: MeshSpec, peers: Mapping[Axes, int] | None = None) -> in
         found += PAIR_BYTES if mesh.size(*axes) == 2 else COMMUNICATOR_BYTES
     for axes, count in (peers or {}).items():
         near = min(count, _in_reach(mesh, axes))
-        # The buffer that all messages over a network share. [NVIDIA/nccl#2363]
-        found += near * PEER_BYTES + ((512 << 20) if count > near else 0)
+        found += near * PEER_BYTES + (NETWORK_BYTES if count > near else 0)
     return found
 
 

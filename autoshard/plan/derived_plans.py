@@ -22,8 +22,7 @@ from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, plan_of, search_plan
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.plan.decide import decide

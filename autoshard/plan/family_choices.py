@@ -14,8 +14,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_product
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.search.search_start import Choose, Narrowing
 
 _Wish = Callable[[NodeLayouts], bool]

@@ -14,8 +14,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
 from passes.predict.prediction import LiveValue, MemoryWalk

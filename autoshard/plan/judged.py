@@ -15,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.plan.decide import decide
 from passes.plan.planned_graph import Collective, PlannedGraph
 from passes.predict.predict_step import StepInOrders, predicted_step

@@ -17,8 +17,7 @@ from autoshard.plan.micro_batches import cut_call, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
 from autoshard.plan.task import Task
-from cost_model.checked_arguments import reject
-from cost_model.errors import InfeasibleError, PlanError
+from cost_model.errors import InfeasibleError, PlanError, reject
 from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured

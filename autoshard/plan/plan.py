@@ -22,8 +22,7 @@ from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_pl
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_summary import plan_summary
 from autoshard.plan.why_not import PlanQuestions
-from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
-from cost_model.errors import PlanError
+from cost_model.errors import PlanError, checked_flag, checked_path, read_json, reject
 from cost_model.memory import communicators
 from passes.ir.joint import JointGraph
 from passes.layout.placements import layout_to_placements

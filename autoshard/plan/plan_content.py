@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from autoshard.version import __version__
-from cost_model.checked_arguments import Count, Seconds, Text
+from cost_model.errors import Count, Seconds, Text
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices

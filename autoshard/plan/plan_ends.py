@@ -13,14 +13,12 @@ from torch.distributed.tensor import Placement
 
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline
-from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import first_of_each_size, layouts_like
 from passes.plan.decide import decide

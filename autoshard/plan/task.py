@@ -47,9 +47,8 @@ from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.process_state import collector_paused
-from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import joined_text
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import fallback_ops
 from passes.plan.planned_graph import Collective
 from passes.predict.prediction import MemoryWalk

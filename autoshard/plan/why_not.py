@@ -25,12 +25,11 @@ from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import pinned_layout
 from autoshard.plan.plan_words import plan_words
-from cost_model.checked_arguments import reject
-from cost_model.errors import InfeasibleError, PlanError
+from cost_model.errors import InfeasibleError, PlanError, reject
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
-from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import NodeLayouts
 from passes.search.search_start import Choose, Narrowing
 from passes.states.compute_again import AGAIN
 

@@ -19,8 +19,7 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import keep_file
-from cost_model.checked_arguments import read_json
-from cost_model.errors import ProfileError
+from cost_model.errors import ProfileError, read_json
 from cost_model.groups import group_shape
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (

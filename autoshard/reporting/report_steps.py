@@ -37,9 +37,8 @@ from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_pe
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones
-from cost_model.checked_arguments import checked_count
 from cost_model.correction import CollectiveTime, corrected_profile
-from cost_model.errors import PlanError, ShardingError
+from cost_model.errors import PlanError, ShardingError, checked_count
 from cost_model.measure.clock import marks_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

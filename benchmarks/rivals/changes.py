@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace

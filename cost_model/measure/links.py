@@ -26,6 +26,10 @@ from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Bench, Series
 from cost_model.measurements import CollectiveSamples, DeviceRates, Lateness, LinkLevel, median
 
+PEAK_MARGIN = 2.0
+"""A level's peak is this many times the best rate that was observed on it. A time that claims more was not measured on
+the same machine."""
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -62,9 +66,7 @@ def fit_links(levels: Levels, samples: Sequence[CollectiveSamples]) -> tuple[flo
     fits = [_Fit(s, occupancy(group_ranks(s.group), levels.ranks)) for s in samples]
     launch, latencies = _latencies(fits, len(levels.ranks))
     rates = _rates(fits, len(levels.ranks))
-    # A level's peak is this many times the best rate that was observed on it. A time that claims more was not
-    # measured on the same machine.
-    peaks = [max(rate, _best(fits, level)) * 2.0 for level, rate in enumerate(rates)]
+    peaks = [max(rate, _best(fits, level)) * PEAK_MARGIN for level, rate in enumerate(rates)]
     links = zip(levels.names, levels.ranks, latencies, rates, peaks, strict=True)
     return launch, tuple(LinkLevel(*link) for link in links)
 

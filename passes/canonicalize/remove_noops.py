@@ -11,10 +11,9 @@ from torch import fx
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING, REDUCTIONS
 from passes.canonicalize.permutes import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
-from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_pass import GraphPass, call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.rewrite import call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 
 aten = torch.ops.aten
 

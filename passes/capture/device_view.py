@@ -83,6 +83,10 @@ def _lower(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, 
     return op(*args, **kwargs)
 
 
+def _full(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _lower(op, torch.float32, args, kwargs)
+
+
 def _full_result(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operand stays; the op is asked for a float32 result unless the call asks for another."""
     given = _by_name(op, args, kwargs)
@@ -126,7 +130,7 @@ POLICIES: dict[str, Policy] = {
     name: policy
     for names, policy in (
         (_LOWER_PRECISION, _lower),
-        (_FULL_PRECISION, lambda op, dtype, args, kwargs: _lower(op, torch.float32, args, kwargs)),
+        (_FULL_PRECISION, _full),
         (_FULL_PRECISION_RESULT, _full_result),
         (_FULL_PRECISION_OTHER_OVERLOAD, _full_other),
         (_WIDEST, _widest),

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cost_model.checked_arguments import reject
-from cost_model.errors import ShardingError, UnsupportedOpError
+from cost_model.errors import ShardingError, UnsupportedOpError, reject
 from passes.compile.bind_device import WriteIntoBuckets
 from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager, call_directly

@@ -12,8 +12,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, tensor_operands
 from passes.ir.torch_compat import last_node
-from passes.layout.assignment import FactorSplit, NodeLayouts
-from passes.layout.layout import Span
+from passes.layout.layout import FactorSplit, NodeLayouts, Span
 from passes.rules.core.rule import OpRule
 
 Emit = Callable[[fx.Node, Callable[..., Any], Sequence[Any], dict[str, Any]], fx.Node]

@@ -14,10 +14,9 @@ from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
 from passes.compile.join_kernels import JoinKernels
 from passes.compile.join_linears import JoinConvolutions
-from passes.ir.graph_pass import run_rank_passes
+from passes.ir.graph_pass import duplicate_module, erase_dead, run_rank_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
-from passes.ir.rewrite import duplicate_module, erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.partition import RankGraph, partition

@@ -11,8 +11,7 @@ from torch import fx
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph, dependents, node_value, result_index, result_shapes, tensor_operands
 from passes.ir.op_traits import is_collect, is_piece, is_product
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout, NodeLayouts
 from passes.lower.rank_program import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies

@@ -19,7 +19,7 @@ from passes.ir.joint import (
 )
 from passes.ir.op_traits import read_repeats
 from passes.ir.process_state import collector_paused
-from passes.layout.assignment import Assignment, NodeLayouts
+from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.interior import PossibleInterior, possible_interiors
 from passes.plan.describe import escaped, op_name, op_text, shapes_of
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord, Transfer

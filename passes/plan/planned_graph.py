@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from cost_model.checked_arguments import Count, Text, Word
+from cost_model.errors import Count, Text, Word
 from cost_model.timed import Priced
-from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
-from passes.layout.layout import Dim, Layout, ReduceOp
+from passes.layout.layout import Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.compute_again import copied_ops
 

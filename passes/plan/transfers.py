@@ -11,8 +11,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.lower.interior import possible_interiors
 from passes.plan.describe import op_counts, shapes_of
 from passes.plan.planned_graph import NodeRecord, PlannedGraph, Transfer

@@ -14,8 +14,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, node_value, node_values, result_index, tensor_operands
 from passes.ir.op_traits import is_product, is_use, storage_root
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.rank_program import missing_tangents, without_usually_missing
 from passes.micro_batches.cut_head import may_have_head
 from passes.strategies.prices import Prices

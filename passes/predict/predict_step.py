@@ -9,12 +9,12 @@ from functools import cached_property, partial
 from msgspec import Struct, structs
 from torch import fx
 
-from cost_model.checked_arguments import Count, Seconds
+from cost_model.errors import Count, Seconds
 from cost_model.mesh import MeshSpec
+from passes.ir.graph_pass import duplicate_module
 from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
-from passes.ir.rewrite import duplicate_module
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.lower.partition import order_of
 from passes.lower.phases import Backward, Phases, split_phases
 from passes.lower.piecewise import RankPieces, split_pieces

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from torch import fx
 
-from cost_model.checked_arguments import Count, Text
+from cost_model.errors import Count, Text
 from passes.ir.op_traits import is_collective, is_view, op_name
 from passes.predict.step_events import COLLECTIVE_KINDS, Axes
 from passes.states.compute_again import runs_again

@@ -51,7 +51,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_product
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.plan.planned_graph import PlannedGraph, Transfer, Turn
 from passes.plan.transfers import Move, by_segment, transfers
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from cost_model.deadline import Deadline
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
 from passes.search.near_choices import past_transfers, turns
 from passes.search.rival_choices import RivalChoices

@@ -11,8 +11,8 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import floor_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, JointGraph, node_value
-from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
+from passes.layout.layout import Assignment
 from passes.predict.least_memory import least_nbytes
 from passes.search.agree import Agreed, agreed
 from passes.search.graph_ends import Boundary

@@ -12,7 +12,7 @@ from typing import Self
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment, NodeLayouts
+from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.rank_program import without_usually_missing
 from passes.search.agree import first_overlaps
 from passes.search.corrected_rows import Held, corrected, held_besides, kinds_with_parts, with_parts

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost_model.deadline import Deadline
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import PhaseOverlap, corrected, phase_seconds
 from passes.solver.problem import Array, Problem

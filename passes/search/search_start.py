@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout, NodeLayouts
 from passes.search.search_space import SearchSpace
 
 Choose = Callable[[Sequence[NodeLayouts]], Sequence[int]]

@@ -14,8 +14,7 @@ from torch import fx
 from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import JointGraph, node_value, repeats, result_index, result_shapes, tensor_operands
 from passes.ir.op_traits import read_repeats
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.search.class_key import class_key

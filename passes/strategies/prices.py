@@ -20,9 +20,8 @@ from passes.ir.joint import first_value, node_value, node_values, tensor_operand
 from passes.ir.op_schema import op_signature
 from passes.ir.op_traits import fuses, is_view
 from passes.ir.op_work import arithmetic_kind, global_flops
-from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Layout, first_part
+from passes.layout.layout import FactorSplit, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for

@@ -12,7 +12,7 @@ from autoshard.profiling.startup import nominal_profile
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment, NodeLayouts
+from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.piecewise import RankPieces, pieces_of
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch, first_of_each_size, layouts_like

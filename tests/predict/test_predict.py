@@ -15,8 +15,7 @@ from autoshard.plan.judged import prices_of
 from cost_model.compute import ComputePrices
 from cost_model.measurements import DeviceRates, Lateness, MatmulRates
 from passes.ir.joint import GraphInput, GraphOutput
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.decide import decide

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, PlannedGraph

@@ -16,8 +16,7 @@ from autoshard.plan.judged import prices_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.plan.decide import chosen_steps

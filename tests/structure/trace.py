@@ -18,7 +18,7 @@ from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, result_shapes, tensor_operands
-from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import NodeLayouts
 from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_model.checked_arguments import reject, shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject, shown
 from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_schema import op_signature, written_arguments
 from passes.ir.torch_compat import op_key
