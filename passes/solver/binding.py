@@ -46,10 +46,9 @@ def priced(graph: Graph, rows: Rows, prices: Array) -> Graph:
     """`graph` with its memory rows moved into its costs: less or equal for every choice that fits. No trail."""
     moved = graph.twin()
     moved.constant -= float(prices @ rows.slack)
-    extra = rows.priced(prices)
-    for p, node in enumerate(rows.nodes):
+    for node, extra in rows.priced(prices).items():
         if node in rows.usages:
-            moved.cost[node] = graph.cost[node] + extra[rows.start[p] : rows.start[p + 1]]
+            moved.cost[node] = graph.cost[node] + extra
     moved.use.clear()
     moved.slack = np.zeros(0)
     return moved

@@ -191,11 +191,7 @@ class MemorySearch:
             self._seconds_of_repair += time.monotonic() - now
 
     def _repair(self, choice: dict[int, int], prices: Array) -> None:
-        extra = self.rows.priced(prices)
-        costs = {
-            node: extra[self.rows.start[p] : self.rows.start[p + 1]] for p, node in enumerate(self.rows.nodes)
-        }
-        search = Search(self.graph, self.rows, choice, costs)
+        search = Search(self.graph, self.rows, choice, self.rows.priced(prices))
         unit = float(np.abs(self.rows.slack).max(initial=0.0)) or 1.0
         price = max(float(prices.max(initial=0.0)), 1e-3 * abs(self.graph.value(choice)) / unit)
         if not np.isfinite(price):

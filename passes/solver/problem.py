@@ -210,21 +210,19 @@ class Problem:
 
     def profile(self, choice: Sequence[int]) -> Array:
         """Usage [T] at each of `steps`."""
-        total = np.zeros(len(self.steps) + 1)
-        for node, (first, last) in self.live.items():
-            used = float(self.usages[node][choice[node]])
-            total[first] += used
-            total[last] -= used
-        return np.cumsum(total)[:-1]
+        return self._over_steps(lambda node: self.usages[node][choice[node]])
 
     def least_profile(self) -> Array:
         """[T]: at each of `steps` a lower bound on the usage, every node at its least possible strategy."""
+        possible = lambda node: self.usages[node][np.isfinite(self.node_costs[node])]
+        return self._over_steps(lambda node: min(possible(node), default=0.0))
+
+    def _over_steps(self, used: Callable[[int], float]) -> Array:
         total = np.zeros(len(self.steps) + 1)
         for node, (first, last) in self.live.items():
-            possible = np.isfinite(self.node_costs[node])
-            least = float(self.usages[node][possible].min()) if possible.any() else 0.0
-            total[first] += least
-            total[last] -= least
+            nbytes = float(used(node))
+            total[first] += nbytes
+            total[last] -= nbytes
         return np.cumsum(total)[:-1]
 
     @cached_property
