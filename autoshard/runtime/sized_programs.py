@@ -233,7 +233,8 @@ class SizedProgram:
             return
         backend, eager = home.settings.backend, self._agreed[0]
         if home.settings.tune == "background" and not self._is_compiled_beside(home, eager):
-            self._due += min(self._calls, MOST_CALLS)
+            # Calls after which ranks ask each other again how far they are.
+            self._due += min(self._calls, 64)
             return
         with home.stages("compiling the plan", (kind, backend)):
             compiled = _agreed(home, lambda: eager.compiled(backend), "compiling a plan")
@@ -254,8 +255,6 @@ class SizedProgram:
             self._beside.end()
 
 
-MOST_CALLS = 64
-"""Calls after which ranks ask each other again how far they are."""
 MOST_EAGER = 2
 """Calls that run op by op: a last, smaller batch comes once an epoch, and compiling it takes longer than running it."""
 

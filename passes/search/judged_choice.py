@@ -186,10 +186,7 @@ class Judging:
         return self.deadline.left <= 0.0
 
 
-_LONGEST, _SHORTEST = 3600.0, 1.0
-"""Seconds for one search, where no deadline is set, and where it has passed."""
-
-
 def seconds_left(deadline: Deadline) -> float:
     """For what is to be solved next."""
-    return min(max(deadline.left, _SHORTEST), _LONGEST)
+    # Seconds for one search, where no deadline is set, and where it has passed.
+    return min(max(deadline.left, 1.0), 3600.0)

@@ -79,8 +79,6 @@ def _pairs_above(
     return extra + above[i][:, None] + above[j]
 
 
-PASSES = 5
-"""Of messages in a branch, from the dual values of the whole."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another relaxation."""
 
@@ -168,7 +166,8 @@ class Branches:
         except DeadEnd:
             return cutoff
         passing = MessagePassing(branch)
-        settled = passing.ascend(passing.packed(own), PASSES, self._deadline)
+        # Of messages in a branch, from the dual values of the whole.
+        settled = passing.ascend(passing.packed(own), 5, self._deadline)
         own_bound = passing.lower_bound(settled)
         bound = max(known, own_bound)
         if bound >= cutoff:

@@ -12,8 +12,6 @@ from .graph import DeadEnd, Graph
 from .presolve import presolve, propagate
 from .problem import Array, Infeasible, Problem
 
-LARGEST = 400
-"""Nodes of the largest set that is made minimal; a larger one is returned as it is."""
 SMALL = 60
 """Nodes of a set that is made minimal by solving, where arc consistency would do."""
 _Test = Callable[[Graph, Sequence[int]], bool]
@@ -33,7 +31,8 @@ def contradiction(base: Graph, suspect: int) -> list[int]:
     ) as dead:  # arc consistency sees the contradiction: it is enough, and fast, to ask only that
         possible, suspect = _consistent, dead.node
     ball = _ball(base, suspect, possible)
-    if len(ball) > LARGEST:
+    # Nodes of the largest set that is made minimal; a larger one is returned as it is.
+    if len(ball) > 400:
         return ball
     needed = _shrink(base, [], ball, possible)
     if possible is _consistent and len(needed) <= SMALL:  # a part of it may do, by reasons it does not see

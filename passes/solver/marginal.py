@@ -26,8 +26,6 @@ from .passing import Messages
 from .problem import Array
 from .usage import Row
 
-SCALE = 1e5
-"""What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it."""
 ROW_SCALE = 1e4
 """What the slack of a memory row becomes; the tolerance of 1e-6 is then 1e-10 of it."""
 
@@ -99,7 +97,8 @@ def build_program(graph: Graph, alike: Alike) -> _Program:
 def _factor(cost: Array) -> float:
     """A power of two (so that scaling is exact) that brings the mean positive cost to `SCALE`."""
     positive = cost[cost > 0]
-    return float(2.0 ** np.round(np.log2(SCALE / np.mean(positive)))) if len(positive) else 1.0
+    # What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it.
+    return float(2.0 ** np.round(np.log2(1e5 / np.mean(positive)))) if len(positive) else 1.0
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,6 @@ PART, PART_SECONDS = 20_000, 3.0
 PACE, LONGER, SHORTER = 0.5, 1.1, 1.2
 """Seconds that a part should take, at least; by what that grows after one that could not be improved, and shrinks after
 one that could. Twice as large a part takes over three times as long: it is worth that where smaller ones fail."""
-WORTH = 1e-4
-"""A part need not be improved by less than this share of the gap."""
 GROWTH, SMALLEST, LARGEST = 1.15, 1_000, 200_000
 
 
@@ -244,7 +242,8 @@ class MemorySearch:
         while time.monotonic() < until and not self._done() and failures < patience:
             start = time.monotonic()
             nodes = grow(self.graph, self._seeds(), int(size), self._rng)
-            worth = max(self.budget.tolerance, WORTH * (self.cost - self.bound))
+            # A part need not be improved by less than this share of the gap.
+            worth = max(self.budget.tolerance, 1e-4 * (self.cost - self.bound))
             limit = min(start + PART_SECONDS, until)
             better = improve_part(self.graph, self.rows, self.best, nodes, Budget(limit, worth))
             if better is not None:

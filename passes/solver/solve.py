@@ -18,9 +18,6 @@ from .problem import Infeasible, Problem, Solution, Tables
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
 
-SHARED = 8_000_000
-"""Entries of a problem's tables up to which they are used and filled further: 64 MB."""
-
 
 def solve(
     problem: Problem,
@@ -39,7 +36,8 @@ def solve(
     deadline = time.monotonic() + time_limit - min(10.0, 0.05 * time_limit)
     relative = max(relative_gap, ROUNDING)
     known = _known(problem, warm)
-    shared = problem.tables.entries <= SHARED
+    # Entries of a problem's tables up to which they are used and filled further: 64 MB.
+    shared = problem.tables.entries <= 8_000_000
     base = Graph.of(problem, problem.tables if shared else Tables())
     prices: dict[int, float] = {}
     try:
@@ -120,10 +118,6 @@ def _solution(
     return Solution(tuple(choice), cost, bound, gap, "optimal" if closed else "feasible", prices)
 
 
-GAP = 1e-4
-"""Relative gap at which the mix is good enough: layers are discrete, so it seldom vanishes."""
-
-
 def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) -> tuple[int, ...] | None:
     """The choice of least `problem.cost` that takes, at every node, a strategy that some of `choices` takes.
 
@@ -135,7 +129,8 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     fitting = [p for p in positions if small.fits(p)]
     warm = min(fitting, key=small.cost, default=None)
     try:
-        found = solve(small, time_limit=seconds, relative_gap=GAP, warm=warm)
+        # Relative gap at which the mix is good enough: layers are discrete, so it seldom vanishes.
+        found = solve(small, time_limit=seconds, relative_gap=1e-4, warm=warm)
     except Infeasible:
         return None
     return tuple(k[a] for k, a in zip(keep, found.choice, strict=True))
