@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
 
-
 Allowed = Mapping[int, Sequence[int]]
 """Search node -> the strategies that it may have, by their places; nodes that are not named may have all."""
 
