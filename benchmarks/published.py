@@ -38,7 +38,7 @@ from passes.micro_batches.cut_batch import cut_batch
 from passes.plan.decide import decide
 from passes.predict.predict_step import predicted_step
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
+from passes.search.search_terms import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.traffic import uncompiled_traffic

@@ -17,7 +17,7 @@ from passes.ir.joint import JointGraph
 from passes.search.corrected_rows import Held
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
-from passes.search.search_start import Narrowing
+from passes.search.search_terms import Narrowing
 from passes.states.compute_again import compute_again
 
 _ROUNDS = 8

@@ -28,7 +28,7 @@ from passes.micro_batches.time_axis import trains
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, OperandRecord
 from passes.search.find import find_assignment
-from passes.search.search_start import Narrowing
+from passes.search.search_terms import Narrowing
 from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
 from passes.states.compute_again import compute_again

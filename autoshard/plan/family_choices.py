@@ -15,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_product
 from passes.layout.layout import Layout, NodeLayouts
-from passes.search.search_start import Choose, Narrowing
+from passes.search.search_terms import Choose, Narrowing
 
 _Wish = Callable[[NodeLayouts], bool]
 

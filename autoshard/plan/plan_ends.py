@@ -24,7 +24,7 @@ from passes.micro_batches.cut_batch import first_of_each_size, layouts_like
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord
 from passes.search.find import find_assignment
-from passes.search.graph_ends import Boundary
+from passes.search.search_terms import Boundary
 from passes.states.compute_again import compute_again, copies_in
 from passes.strategies.prices import Prices
 

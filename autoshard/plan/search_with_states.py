@@ -19,8 +19,7 @@ from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import none_together
 from passes.search.find import Found
 from passes.search.find_states import States
-from passes.search.graph_ends import Boundary
-from passes.search.search_start import Narrowing
+from passes.search.search_terms import Boundary, Narrowing
 from passes.solver.solve import ROUNDING
 
 

@@ -55,9 +55,8 @@ from passes.predict.prediction import MemoryWalk
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
-from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.judged_choice import Judgement, counted_seconds
-from passes.search.search_start import COLD, Narrowing, SearchStart
+from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart, boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.prices import Prices

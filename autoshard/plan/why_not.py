@@ -30,7 +30,7 @@ from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.layout import NodeLayouts
-from passes.search.search_start import Choose, Narrowing
+from passes.search.search_terms import Choose, Narrowing
 from passes.states.compute_again import AGAIN
 
 

@@ -21,7 +21,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
 from cost_model.timed import TimedPrices
 from passes.layout.layout import Assignment
-from passes.search.search_start import COLD, Narrowing, SearchStart
+from passes.search.search_terms import COLD, Narrowing, SearchStart
 
 _log = logging.getLogger("autoshard")
 

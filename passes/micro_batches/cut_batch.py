@@ -16,7 +16,7 @@ from passes.lower.rank_program import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies
 from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh, trains
-from passes.search.search_start import Choose, Narrowing
+from passes.search.search_terms import Choose, Narrowing
 
 
 def cut_batch(joint: JointGraph, count: int, *, sizes_only: bool = False) -> JointGraph:

@@ -30,7 +30,7 @@ from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, li
 from passes.search.near_choices import past_transfers, turns
 from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import ALIKE, SearchSpace
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING

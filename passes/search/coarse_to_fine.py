@@ -29,8 +29,7 @@ from passes.layout.joined_axes import Unit, joined_text, keeps_together
 from passes.layout.layout import Layout
 from passes.rules.core.rule import OpRule
 from passes.search.find import Found, JudgeUnder, find_assignment
-from passes.search.graph_ends import Boundary
-from passes.search.search_start import COLD, Narrowing, SearchStart
+from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
 from passes.strategies.cuts import ops_of
 from passes.strategies.prices import Prices
 from passes.strategies.strategies import contiguous_factors

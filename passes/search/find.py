@@ -15,11 +15,10 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Assignment
 from passes.predict.least_memory import least_nbytes
 from passes.search.agree import Agreed, agreed
-from passes.search.graph_ends import Boundary
 from passes.search.judged_choice import Judgement
 from passes.search.offered import build_limited
 from passes.search.search_space import SearchSpace
-from passes.search.search_start import COLD, Narrowing, SearchStart
+from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
 from passes.search.step_kinds import PhaseOverlap, StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible

@@ -31,10 +31,9 @@ from passes.ir.op_traits import is_either
 from passes.layout.layout import Layout, NodeLayouts
 from passes.predict.workspaces import Workspaces, workspaces_on
 from passes.rules.core.rule_registry import rule_for
-from passes.search.graph_ends import Boundary
 from passes.search.residency import InPlace, OneOf, may_be_another
 from passes.search.search_space import Edge, SearchSpace
-from passes.search.search_start import Narrowing
+from passes.search.search_terms import Boundary, Narrowing
 from passes.search.strategy_space import Option, SpaceBuilder
 from passes.states.offers import Offers
 from passes.strategies.prices import Prices, strategy_seconds

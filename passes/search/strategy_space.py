@@ -18,10 +18,9 @@ from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.search.class_key import class_key
-from passes.search.graph_ends import Boundary
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace, distinct
-from passes.search.search_start import Narrowing, stays
+from passes.search.search_terms import Boundary, Narrowing, stays
 from passes.search.space_dims import free_axis_order, is_storable, out_of_space, tensor_rule
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem

@@ -17,8 +17,7 @@ from passes.lower.piecewise import RankPieces, pieces_of
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch, first_of_each_size, layouts_like
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
-from passes.search.search_start import Narrowing
+from passes.search.search_terms import Narrowing, boundary_of
 from passes.simulate.lockstep import simulated_groups
 from passes.simulate.reference import graph_values
 from tests.micro_batches.test_in_pieces import MODELS, model_and_values

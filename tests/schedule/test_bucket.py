@@ -30,7 +30,7 @@ from passes.schedule.issue_order import MergeRule, Side, issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
+from passes.search.search_terms import boundary_of
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.strategies.prices import Prices
 from tests.models import SwiGLU

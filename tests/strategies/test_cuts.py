@@ -15,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
+from passes.search.search_terms import boundary_of
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
 from tests.profiles import dear_start
 
