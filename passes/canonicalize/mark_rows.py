@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from passes.canonicalize.insert_uses import InsertUses
-from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_pass import GraphPass, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
-from passes.ir.rewrite import emit, emit_at, replace, shape_of, tensor_at
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
 from passes.rules.core.routed import RoutedRows

@@ -15,10 +15,9 @@ from torch.fx.node import map_arg
 
 from passes.canonicalize.mark_rows import Region, leading, regions
 from passes.compile.join_linears import OpWriter, drop_unread
-from passes.ir.graph_pass import RankPass, run_rank_passes
+from passes.ir.graph_pass import RankPass, duplicate_module, int_at, run_rank_passes, shape_of, tensor_at
+from passes.ir.graph_properties import COLLECTIVES
 from passes.ir.joint import node_values, tensor_operands
-from passes.ir.rank_properties import COLLECTIVES
-from passes.ir.rewrite import duplicate_module, int_at, shape_of, tensor_at
 from passes.ops.routed_ops import READ_ROWS, ROUTED
 from passes.rules.core.row_wise import has_rows
 
@@ -237,7 +236,7 @@ class _OwnRows(_Sorting):
 
     def _invert(self, like: fx.Node) -> None:
         """Rows of own experts are a part of the order; groups begin with it."""
-        first, count = self._products[0].args[-2:]
+        first, count = (int_at(self._products[0], i) for i in (-2, -1))
         emit = self._emit
         length = -(-self._length * count // self.experts)
         self._order = emit(like, ours.own_places.default, self._order, self._ends, first, length)

@@ -87,7 +87,7 @@ def test_experts_and_ranks_without_rows(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, call = Layer().double(), _call(ROUTINGS["random"]())
     pin = [Shard(0) if axis == "ep" else Replicate() for axis in axes]
-    pins = dict.fromkeys(("up", "bias", "down"), pin)
+    pins = {name: pin for name in ("up", "bias", "down")}
     plan = find_plan(model, MeshSpec(axes), call, profile=slow_compute(1), constraints=pins)
     products = [node for node in plan.planned.nodes if node.op == "routed_mm"]
     assert all(("ep", "routed") in product.results[0].layout.partial for product in products)
