@@ -38,9 +38,11 @@ aten = torch.ops.aten
 
 
 def result_values(module: fx.GraphModule) -> list[Tensor | None]:
-    """What each result of `module` looks like; None: it is no tensor."""
+    """What each result of `module` looks like; None: it is no tensor, or of as many rows as come, which Inductor does
+    not pad."""
     results = module.graph.output_node().args[0]
-    return [node.meta["val"] if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
+    is_known = lambda node: isinstance(node, fx.Node) and "counted" not in node.meta
+    return [node.meta["val"] if is_known(node) else None for node in results]  # type: ignore[union-attr]
 
 
 def keep_strides(module: fx.GraphModule, wanted: Sequence[Tensor | None]) -> None:
@@ -176,12 +178,7 @@ def _compiled(
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
-            counted = [
-                isinstance(n, fx.Node) and "counted" in n.meta for n in module.graph.output_node().args[0]
-            ]  # type: ignore[union-attr]
-            # Of rows that are counted at run time Inductor makes no padded matrices.
-            results = zip(result_values(module), counted, strict=True)
-            launches, wanted = _launches(expanded), [None if is_counted else v for v, is_counted in results]
+            launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order():
                 last = partial(keep_strides, wanted=wanted)
                 call, source, key = compile_with_inductor(expanded, examples, last)

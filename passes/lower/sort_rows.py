@@ -15,7 +15,15 @@ from torch.fx.node import map_arg
 
 from passes.canonicalize.mark_rows import Region, leading, regions
 from passes.compile.join_linears import OpWriter, drop_unread
-from passes.ir.graph_pass import RankPass, duplicate_module, int_at, run_rank_passes, shape_of, tensor_at
+from passes.ir.graph_pass import (
+    RankPass,
+    duplicate_module,
+    int_at,
+    ints_at,
+    run_rank_passes,
+    shape_of,
+    tensor_at,
+)
 from passes.ir.graph_properties import COLLECTIVES
 from passes.ir.joint import node_values, tensor_operands
 from passes.ops.routed_ops import READ_ROWS, ROUTED
@@ -199,14 +207,18 @@ class _Sorting:
 
 def _counted_dim(node: fx.Node) -> int | None:
     """The dim that counts rows of own experts."""
-    read = [n.meta["counted"][0] for n in node.all_input_nodes if "counted" in n.meta]
-    if node.target in (ours.own_places.default, aten.index.Tensor):
+    if node.target is ours.own_places.default:
         return 0
+    read = [n.meta["counted"][0] for n in node.all_input_nodes if "counted" in n.meta]
     whole = node.target in (aten.index_put.default, aten.index_add.default)
     if not read or whole or (node.target is ours.grouped_mm.default and node.meta["val"].ndim == 3):
         return None
-    moved = {aten.select.int: -1, aten.unsqueeze.default: 1, aten.permute.default: 1}
-    return read[0] + moved.get(node.target, 0)
+    (dim, *_) = read
+    if node.target is aten.permute.default:
+        return ints_at(node, 1).index(dim)
+    if node.target is aten.select.int:
+        return dim - (int_at(node, 1) < dim)
+    return dim + (node.target is aten.unsqueeze.default and int_at(node, 1) <= dim)
 
 
 class _OwnRows(_Sorting):

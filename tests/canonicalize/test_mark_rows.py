@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import MeshSpec, find_plan, verify
 from passes.canonicalize import canonicalize
@@ -86,8 +86,8 @@ def test_ops_between_products_are_marked_and_end_in_sums() -> None:
 def test_experts_and_ranks_without_rows(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
     model, call = Layer().double(), _call(ROUTINGS["random"]())
-    pin = [Shard(0) if axis == "ep" else Replicate() for axis in axes]
-    pins = {name: pin for name in ("up", "bias", "down")}
+    pin: list[Placement] = [Shard(0) if axis == "ep" else Replicate() for axis in axes]
+    pins: dict[str, list[Placement]] = dict.fromkeys(("up", "bias", "down"), pin)
     plan = find_plan(model, MeshSpec(axes), call, profile=slow_compute(1), constraints=pins)
     products = [node for node in plan.planned.nodes if node.op == "routed_mm"]
     assert all(("ep", "routed") in product.results[0].layout.partial for product in products)
