@@ -212,11 +212,6 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
         """The dim that `axis` splits, if any."""
         return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
 
-    def share(self, mesh: MeshSpec) -> float:
-        """What part of a shard's rows count on its rank, where experts have equally many."""
-        routed = [axis for axis, op in self.partial if op == ROUTED]
-        return 1.0 / mesh.size(*routed) if routed else 1.0
-
     @property
     def has_halo(self) -> bool:
         return any(halo is not None for halo in self.halos)

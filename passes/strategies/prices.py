@@ -21,7 +21,7 @@ from passes.ir.op_schema import op_signature
 from passes.ir.op_traits import fuses, is_view
 from passes.ir.op_work import arithmetic_kind, global_flops
 from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import FactorSplit, Layout, NodeLayouts, first_part
+from passes.layout.layout import ROUTED, FactorSplit, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
@@ -35,7 +35,13 @@ def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> i
     """Bytes of the largest shard of result `index` of `node` under `layout`."""
     value = node_value(node, index)
     count = math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
-    return math.ceil(count * layout.share(mesh)) if layout.partial else count
+    return math.ceil(count * _rows_share(layout, mesh)) if layout.partial else count
+
+
+def _rows_share(layout: Layout, mesh: MeshSpec) -> float:
+    """What part of a shard's rows count on its rank, where experts have equally many."""
+    routed = [axis for axis, op in layout.partial if op == ROUTED]
+    return 1.0 / mesh.size(*routed) if routed else 1.0
 
 
 def strategy_seconds(
@@ -70,7 +76,9 @@ def strategy_seconds(
     share_of = lambda split: _share(split, rule, mesh)
     shape_of = lambda layout, i: layout.max_local_shape(node_value(operands[i]).shape, mesh)
     read = lambda layout, i: (
-        math.prod(once(shape_of, layout, i)) * node_value(operands[i]).element_size() * layout.share(mesh)
+        math.prod(once(shape_of, layout, i))
+        * node_value(operands[i]).element_size()
+        * _rows_share(layout, mesh)
     )
     written = lambda layout, i: local_nbytes(layout, node, i, mesh)
 
