@@ -58,7 +58,7 @@ def in_groups(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 routed_mm = differentiable_operator(
     "routed_mm(Tensor a, Tensor b, Tensor ids, int first, int count) -> Tensor",
-    routed_mm_reference,
+    lambda *operands: routed_mm_reference(*operands).clone(),  # no view: what follows may write into it
     lambda a, b, ids, first, count: a.new_empty([*ids.shape, b.shape[-1]]),
 )
 """See the module."""
