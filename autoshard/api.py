@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from autoshard.arguments import (
 )
 from autoshard.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
+from autoshard.plan.other_sizes import largest_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
@@ -68,6 +69,7 @@ def autoshard(
     tune: str = "background",
     batch: str = "global",
     dynamic: Collection[str] | None = None,
+    sizes: Mapping[str, tuple[int, int]] | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -127,6 +129,8 @@ def autoshard(
     dynamic:        names of sizes that will change, of {"batch", "sequence", "height", "width"}: calls are captured
                     with symbols for them, which takes longer and serves all their values (docs/calls.md). Dims marked
                     by `torch._dynamo.mark_dynamic` are as if named. None: symbols from a size's second value on.
+    sizes:          least and largest by name, {"sequence": (1, 8192)}, of the whole call: the plan fits `memory_limit`
+                    at the largest of each as well, together; the names are those of `dynamic`.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -175,6 +179,7 @@ def autoshard(
             race=checked_race(race, ready is not None),
             batch=batch,
             dynamic=checked_dynamic(dynamic),
+            sizes=largest_sizes(sizes),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")

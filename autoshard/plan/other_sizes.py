@@ -16,10 +16,10 @@ from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.micro_batches import cut_call, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
+from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.task import Task
 from cost_model.checked_arguments import reject
 from cost_model.errors import InfeasibleError, PlanError
-from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
@@ -41,7 +41,8 @@ _KEPT = 16
 @dataclass(frozen=True)
 class OtherSizes:
     """key: of the global call, whose tensors are not kept; layouts: of those of which ranks hold shards. first: its
-    graph. ends: layouts of the outputs of a call that was captured."""
+    graph. ends: layouts of the outputs of a call that was captured. largest: at which a plan fits the memory limit too;
+    {}: none is asked."""
 
     model: nn.Module
     mesh: MeshSpec
@@ -50,6 +51,7 @@ class OtherSizes:
     first: Captured
     capture: Capture
     ends: Callable[[Captured], dict[int, Layout | None]]
+    largest: Mapping[str, int]
     known: dict[Shapes, Captured] = field(default_factory=dict[Shapes, Captured])
 
     @staticmethod
@@ -60,9 +62,13 @@ class OtherSizes:
         first: Captured,
         capture: Capture,
         ends: Callable[[Captured], dict[int, Layout | None]],
+        largest: Mapping[str, int],
     ) -> OtherSizes:
+        """ShardingError for a size that the call does not have."""
         key = flatten_call(given.args, given.kwargs)[1]
-        return OtherSizes(model, mesh, key, given.layouts, first, capture, ends)
+        found = OtherSizes(model, mesh, key, given.layouts, first, capture, ends, largest)
+        resized_shapes(found.shapes, largest)
+        return found
 
     @property
     def shapes(self) -> Shapes:
@@ -123,25 +129,49 @@ def _cut(task: Task, pieces: int, head_pieces: int) -> Task:
 
 
 def largest_sizes(sizes: Any) -> dict[str, int]:
-    """Of ranges by name, their ends. ShardingError for anything else."""
+    """Of ranges by name, their ends; None: no sizes. ShardingError for anything else."""
+    if sizes is None:
+        return {}
     if not isinstance(sizes, Mapping):
         raise reject("sizes", sizes, "{'sequence': (1, 8192)}, the least and the largest size, or None")
     check_size_names(sizes, "sizes")
     return {name: checked_range(name, ends)[1] for name, ends in sizes.items()}
 
 
-def fitting_at(task: Task, plan: Plan, sizes: Mapping[str, int], search: Callable[[Task], Plan]) -> Plan:
-    """`plan` of the task, if it fits the limit at these sizes too; else that of the plan that is found there. Raises
-    InfeasibleError where none fits there. search: of a whole call."""
-    limit, others = task.memory_limit, task.sizes
-    assert limit is not None and others is not None
-    there = others.plan(task, plan, sizes)
-    if there.peak_memory + there.reserve <= limit:
-        return plan
-    said = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    _log.info("plan: the fastest takes %s at %s; searched there", format_bytes(there.peak_memory), said)
+def asks_larger(task: Task) -> bool:
+    """Whether a plan of the task fits the limit only if it does at other sizes too."""
+    return task.memory_limit is not None and task.sizes is not None and bool(task.sizes.largest)
+
+
+def check_larger(task: Task, plan: Plan) -> None:
+    """InfeasibleError unless it fits the limit at the largest sizes too, where the task asks for that."""
+    if asks_larger(task):
+        assert (others := task.sizes) is not None
+        check_limit(others.plan(task, plan, others.largest), task.memory_limit, _said(others.largest))
+
+
+def fits_larger(task: Task, plan: Plan) -> bool:
     try:
-        found = search(others.task(task, sizes))
+        check_larger(task, plan)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def fitting_larger(task: Task, plan: Plan, search: Callable[[Task], Plan]) -> Plan:
+    """`plan` of the task, if it fits the limit at the largest sizes too; else that of the plan that is found there.
+    Raises InfeasibleError where none fits there. search: of a whole call."""
+    if fits_larger(task, plan):
+        return plan
+    assert (others := task.sizes) is not None
+    said = _said(others.largest)
+    _log.info("plan: the fastest does not fit %s; searched there", said)
+    try:
+        found = search(others.task(task, others.largest))
     except InfeasibleError as error:
-        raise InfeasibleError(f"at {said}: {error}") from None
-    return replace(others.plan(task, found, {}), memory_limit=limit)
+        raise InfeasibleError(f"{said}: {error}") from None
+    return replace(others.plan(task, found, {}), memory_limit=task.memory_limit)
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return "at " + ", ".join(f"{name} {size}" for name, size in sizes.items())

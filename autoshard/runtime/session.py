@@ -148,7 +148,8 @@ class Session:
             if ready is not None:
                 return self._ready_for(whole(), ready, key)
         capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
-        sizes = OtherSizes.of(self.model, self.spec, whole(), captured, capture_there, self._ends)
+        given = self.model, self.spec, whole(), captured, capture_there, self._ends
+        sizes = OtherSizes.of(*given, self.settings.sizes if is_first else {})
         programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
         plan, captured = programs.running.plan, programs.running.captured
         guards = Guards(self.model, captured.reads)  # of the parameters as they were placed
