@@ -146,7 +146,8 @@ def asks_larger(task: Task) -> bool:
 def check_larger(task: Task, plan: Plan) -> None:
     """InfeasibleError unless it fits the limit at the largest sizes too, where the task asks for that."""
     if asks_larger(task):
-        assert (others := task.sizes) is not None
+        others = task.sizes
+        assert others is not None
         check_limit(others.plan(task, plan, others.largest), task.memory_limit, _said(others.largest))
 
 
@@ -163,7 +164,8 @@ def fitting_larger(task: Task, plan: Plan, search: Callable[[Task], Plan]) -> Pl
     Raises InfeasibleError where none fits there. search: of a whole call."""
     if fits_larger(task, plan):
         return plan
-    assert (others := task.sizes) is not None
+    others = task.sizes
+    assert others is not None
     said = _said(others.largest)
     _log.info("plan: the fastest does not fit %s; searched there", said)
     try:

@@ -47,7 +47,7 @@ from passes.micro_batches.cut_batch import Uncut
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's arguments of `autoshard`; see its docstring. profile: None until it is measured. sizes: the largest."""
+    """The user's arguments of `autoshard`; see its docstring. profile: None: not measured yet. sizes: the largest."""
 
     profile: Profile | None
     memory_limit: int | None
