@@ -31,6 +31,7 @@ from passes.ir.torch_compat import (
     torch_deprecations_ignored,
 )
 from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order, lower_as_collectives
+from passes.ir.torch_sizes import SizeSymbols
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 aten = torch.ops.aten
@@ -157,7 +158,7 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     assert not adding, "what compilers are given is functional"
     name = code_name(module) if backend == "inductor" else None
     if name is not None and (kept := kept_code(name)) is not None:
-        return kept
+        return kept[0]
     return _compiled(name_collectives(expand_ops(module)), module, backend, name)
 
 
@@ -166,6 +167,7 @@ def _compiled(
     module: fx.GraphModule,
     backend: str,
     name: str | None = None,
+    symbols: SizeSymbols | None = None,
     numbers: Sequence[Any] = (),
 ) -> Compiled:
     """name: by which the code is kept. numbers: in symbols, that it takes after the inputs of `module`."""
@@ -177,9 +179,10 @@ def _compiled(
             launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order():
                 last = partial(keep_strides, wanted=wanted)
-                call, source, key = compile_with_inductor(expanded, examples, last)
+                hints = "" if symbols is None else str(symbols.hints)
+                call, source, key = compile_with_inductor(expanded, examples, last, hints)
             _check_order(launches, source)
-            keep_code(name, key)
+            keep_code(name, key, symbols, numbers)
             return call
         compiler = lookup_compiler(backend)
         assert compiler is not None
@@ -196,15 +199,22 @@ def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphMo
 
 @autocast_off()
 def compile_sized(
-    module: fx.GraphModule, sizes: Sequence[Any], backend: str = "eager"
+    module: fx.GraphModule, symbols: SizeSymbols, backend: str = "eager"
 ) -> tuple[Compiled, list[Any]]:
-    """`compile_graph` of a graph whose sizes are symbols, made of `sizes`: what it makes takes, after the inputs, the
-    values of these numbers. A compiler may ask things of sizes, which must hold."""
-    is_eager = backend == "eager"
-    made = _for_eager(module) if is_eager else name_collectives(expand_ops(module))
-    numbers = take_numbers(made.graph, () if is_eager else sizes)
+    """`compile_graph` of a graph whose sizes are in symbols: what it makes takes, after the inputs, the values of these
+    numbers. A compiler may ask things of sizes, which must hold."""
+    if backend == "eager":
+        made = _for_eager(module)
+        numbers = take_numbers(made.graph)
+        made.recompile()
+        return boxed_forward(made), numbers
+    name = code_name(module) if backend == "inductor" else None
+    if name is not None and (kept := kept_code(name, symbols)) is not None:
+        return kept
+    made = name_collectives(expand_ops(module))
+    numbers = take_numbers(made.graph, symbols.sizes)
     made.recompile()
-    return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers=numbers), numbers
+    return _compiled(made, module, backend, name, symbols, numbers), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:
