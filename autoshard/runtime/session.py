@@ -242,8 +242,8 @@ class Session:
             tuning.stale = tuning.running.plan is not plan
         self._sized.forget_programs()  # which are for the layouts before
         dispatcher = dispatcher_of(self.model)
-        for known in () if dispatcher is None else dispatcher.executables.values():
-            known[:] = [one for one in known if isinstance(one, Executable) and one.moves]
+        if dispatcher is not None:
+            dispatcher.keep_only(lambda one: isinstance(one, Executable) and one.moves)
 
     @property
     def _planner(self) -> Planner:
