@@ -25,7 +25,7 @@ from autoshard.arguments import (
 )
 from autoshard.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
-from autoshard.plan.other_sizes import largest_sizes
+from autoshard.plan.other_sizes import checked_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
@@ -179,7 +179,7 @@ def autoshard(
             race=checked_race(race, ready is not None),
             batch=batch,
             dynamic=checked_dynamic(dynamic),
-            sizes=largest_sizes(sizes),
+            sizes=checked_sizes(sizes),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")

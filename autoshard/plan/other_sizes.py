@@ -13,6 +13,7 @@ from torch import nn
 from autoshard.global_call import GlobalCall
 from autoshard.plan.crossovers import checked_range
 from autoshard.plan.derived_plans import carried_plan, carried_stages
+from autoshard.plan.families import Ranges
 from autoshard.plan.micro_batches import cut_call, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
@@ -41,8 +42,8 @@ _KEPT = 16
 @dataclass(frozen=True)
 class OtherSizes:
     """key: of the global call, whose tensors are not kept; layouts: of those of which ranks hold shards. first: its
-    graph. ends: layouts of the outputs of a call that was captured. largest: at which a plan fits the memory limit too;
-    {}: none is asked."""
+    graph. ends: layouts of the outputs of a call that was captured. ranges: at whose ends a plan fits the memory limit
+    too; {}: none is asked."""
 
     model: nn.Module
     mesh: MeshSpec
@@ -51,7 +52,7 @@ class OtherSizes:
     first: Captured
     capture: Capture
     ends: Callable[[Captured], dict[int, Layout | None]]
-    largest: Mapping[str, int]
+    ranges: Ranges
     known: dict[Shapes, Captured] = field(default_factory=dict[Shapes, Captured])
 
     @staticmethod
@@ -62,18 +63,22 @@ class OtherSizes:
         first: Captured,
         capture: Capture,
         ends: Callable[[Captured], dict[int, Layout | None]],
-        largest: Mapping[str, int],
+        ranges: Ranges,
     ) -> OtherSizes:
         """ShardingError for a size that the call does not have."""
         key = flatten_call(given.args, given.kwargs)[1]
-        found = OtherSizes(model, mesh, key, given.layouts, first, capture, ends, largest)
-        resized_shapes(found.shapes, largest)
+        found = OtherSizes(model, mesh, key, given.layouts, first, capture, ends, ranges)
+        resized_shapes(found.shapes, found.largest)
         return found
 
     @property
     def shapes(self) -> Shapes:
         """Of the call's tensors, as they were."""
         return tuple(tensor.shape for tensor in self.key.tensors)
+
+    @property
+    def largest(self) -> dict[str, int]:
+        return {name: last for name, (_, last) in self.ranges.items()}
 
     def task(self, task: Task, sizes: Mapping[str, int]) -> Task:
         """The same of a call of these sizes, in as many pieces, or fewer where there are fewer samples.
@@ -128,14 +133,14 @@ def _cut(task: Task, pieces: int, head_pieces: int) -> Task:
     return replace(task, captured=cut_call(task.captured, pieces, head_pieces))
 
 
-def largest_sizes(sizes: Any) -> dict[str, int]:
-    """Of ranges by name, their ends; None: no sizes. ShardingError for anything else."""
+def checked_sizes(sizes: Any) -> Ranges:
+    """None: no sizes. ShardingError for anything else than ranges by name."""
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping):
         raise reject("sizes", sizes, "{'sequence': (1, 8192)}, the least and the largest size, or None")
     check_size_names(sizes, "sizes")
-    return {name: checked_range(name, ends)[1] for name, ends in sizes.items()}
+    return {name: checked_range(name, ends) for name, ends in sizes.items()}
 
 
 def asks_larger(task: Task) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from autoshard.plan.crossovers import Crossover, SizeCrossover, link_crossovers, size_crossovers
+from autoshard.plan.crossovers import Crossover, SizeCrossover, link_crossovers, size_crossovers, size_lines
 from autoshard.plan.families import Again
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.why_not import why_not_family, why_not_pinned
@@ -43,6 +43,10 @@ class PlanQuestions(PlanContent):
         fastest of those known. Searches again, at most 4 times a direction, plans in as many pieces; raises as `at`."""
         self._carried("size_crossovers(...)")
         return size_crossovers(self, self._again("size_crossovers(...)", "size_crossovers(...)"), ranges)
+
+    def _asked_sizes(self) -> list[str]:
+        ranges = {} if self.again is None else self.again.ranges
+        return size_lines(self.size_crossovers(**ranges), ranges) if ranges else []
 
     def crossovers(self) -> tuple[Crossover, ...]:
         """At which bandwidth of each link level another plan would win, and which: the nearest below and above.

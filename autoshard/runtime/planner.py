@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.answer import Listener
 from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
-from autoshard.plan.families import Sizes
+from autoshard.plan.families import Ranges, Sizes
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
 from autoshard.plan.other_sizes import check_larger
 from autoshard.plan.plan import PipelinePlan, Plan
@@ -47,7 +47,7 @@ from passes.micro_batches.cut_batch import Uncut
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's arguments of `autoshard`; see its docstring. profile: None: not measured yet. sizes: the largest."""
+    """The user's arguments of `autoshard`; see its docstring. profile: None: not measured yet."""
 
     profile: Profile | None
     memory_limit: int | None
@@ -68,7 +68,7 @@ class Settings:
     batch: str = "global"
     tune: str = "first"
     dynamic: tuple[str, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    sizes: Ranges = field(default_factory=dict)
 
     @property
     def starts_at_once(self) -> bool:

@@ -27,6 +27,7 @@ from autoshard.planning import canonical_capture, capture_as_now
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
+from autoshard.runtime.far_sizes import FarSizes
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -81,6 +82,7 @@ class Session:
         self._copies: Copies[Session] = Copies()
         self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
+        self._far = FarSizes(self)
         self._sized = SizedCalls()
         self._asked: list[list[tuple[int, ...]]] | None = None
         """Shapes of all ranks' inputs, where they are asked for at every call, of the last."""
@@ -164,6 +166,7 @@ class Session:
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
         plan, captured = programs.running.plan, programs.running.captured
+        self._far.seen(whole.shapes)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
         staged = isinstance(plan, PipelinePlan)

@@ -78,8 +78,8 @@ def keep_code(
 def kept_code(
     name: str, symbols: SizeSymbols | None = None
 ) -> tuple[Callable[[list[Any]], Any], list[Any]] | None:
-    """The code of this name, and the numbers that it takes. symbols: of the graph's sizes, as which these count now: what
-    was asked of them when it was made must hold, and is asked of them again."""
+    """The code of this name, and the numbers that it takes. symbols: of the graph's sizes, as they count now: what was
+    asked of them when it was made must hold, and is asked of them again."""
     symbols = symbols or SizeSymbols(())
     for key, holds, codes in _kept(name):
         evaluate = evaluation(len(symbols.hints), holds, codes)
