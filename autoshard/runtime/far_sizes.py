@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
-from typing import Protocol
+from collections.abc import Hashable, Iterator
+from functools import partial
 
 from autoshard.plan.crossovers import size_crossovers
 from autoshard.plan.families import Again
@@ -14,15 +14,9 @@ from autoshard.progress import Say, teller
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.beside import Beside, Talk
 from autoshard.runtime.module import Mode
-from autoshard.runtime.tuning import TunedHome
+from autoshard.runtime.starting import StartingHome
 from cost_model.memory import format_seconds
 from passes.ir.size_names import Shapes, named_sizes, size_named
-
-
-class FarHome(TunedHome, Protocol):
-    """plan: of the first kind of call, or the one that took its place."""
-
-    plan: Plan | None
 
 
 class FarSizes:
@@ -31,7 +25,7 @@ class FarSizes:
     A size is far that is twice or half of the first call's; it is looked at again at four times, and so on, until a
     line was said. Not while programs are tuned, when prices and plans may still change."""
 
-    def __init__(self, home: FarHome) -> None:
+    def __init__(self, home: StartingHome) -> None:
         self._home = home
         self._first: tuple[Again, Hashable] | None = None
         """Of the first call: what its plan can be asked, and the mode of the model."""
@@ -48,20 +42,21 @@ class FarSizes:
         if self._first is None:
             self._ended = plan.again is None or plan.again.carried is None
             self._first = None if plan.again is None else (plan.again, mode)
-            return
-        again, first_mode = self._first
-        if mode != first_mode or not self._is_free() or not all(tuning.ended for tuning in home.tunings):
-            return
-        for name, size, doublings in _far(plan, again, shapes):
-            if (name, doublings) not in self._looked:
-                self._looked.add((name, doublings))
-                self._beside = Beside(_looking(plan, again, name, size, teller()))
-                return
+        elif mode == self._first[1] and self._is_free() and all(tuning.ended for tuning in home.tunings):
+            self._look(plan, self._first[0], shapes)
 
     def _is_free(self) -> bool:
         if self._beside is not None:
             self._ended = self._ended or self._beside.news() is not None
         return not self._ended and (self._beside is None or self._beside.ended)
+
+    def _look(self, plan: Plan, again: Again, shapes: Shapes) -> None:
+        """Beside the steps, at the farthest size that was not looked at."""
+        for name, size, doublings in _far(plan, again, shapes):
+            if (name, doublings) not in self._looked:
+                self._looked.add((name, doublings))
+                self._beside = Beside(partial(_tell_far, plan, again, name, size, teller()))
+                return
 
 
 def _far(plan: Plan, again: Again, shapes: Shapes) -> Iterator[tuple[str, int, int]]:
@@ -76,24 +71,15 @@ def _far(plan: Plan, again: Again, shapes: Shapes) -> Iterator[tuple[str, int, i
             yield name, size, doublings
 
 
-def _looking(plan: Plan, again: Again, name: str, size: int, say: Say) -> Callable[[Talk], None]:
-    def look(talk: Talk) -> None:
-        if (text := far_text(plan, again, name, size)) is not None:
-            say(text)
-            talk.send(text)
-
-    return look
-
-
-def far_text(plan: Plan, again: Again, name: str, size: int) -> str | None:
-    """What `plan` loses at this size of the call that it was found for; None: nothing that is known."""
+def _tell_far(plan: Plan, again: Again, name: str, size: int, say: Say, talk: Talk) -> None:
+    """What `plan` loses at this size of the call that it was found for, if anything is known."""
     now, carried = size_named(again.shapes, name), again.carried
     assert carried is not None
     for won in size_crossovers(plan, again, {name: (min(now, size), max(now, size))}):
         ours, other = (format_seconds(carried(one, {name: size}).step_time) for one in (plan, won.plan))
         side = "down" if size < now else "on"
-        return (
+        say(
             f"sizes: at {name} {size} the plan, found at {now}, takes {ours} a step, and another {other}, which wins "
             f"from {won.size} {side}, as predicted: there a new autoshard(...) of such a call pays ({won.words})"
         )
-    return None
+        talk.send(True)

@@ -139,7 +139,6 @@ def check_backend(backend: str) -> None:
         raise ShardingError(f"backend is {backend!r}, which is no compiler\n  try: one of {choices}")
 
 
-@autocast_off()
 def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Sequence[int] = ()) -> Compiled:
     """A callable that computes what `module` does, for inputs like its placeholders' "val".
 
@@ -152,14 +151,29 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     Every collective with meta "serves" is, under a profiler, inside a range of that name.
     Raises ShardingError for an unknown backend, UnsupportedOpError if Inductor reorders collectives.
     """
+    return compile_sized(module, None, backend, adding)[0]
+
+
+@autocast_off()
+def compile_sized(
+    module: fx.GraphModule, symbols: SizeSymbols | None, backend: str = "eager", adding: Sequence[int] = ()
+) -> tuple[Compiled, list[Any]]:
+    """`compile_graph` of a graph whose sizes are in symbols: what it makes takes, after the inputs, the values of these
+    numbers. A compiler may ask things of sizes, which must hold."""
     check_backend(backend)
-    if backend == "eager":
-        return boxed_forward(_for_eager(module, adding))
-    assert not adding, "what compilers are given is functional"
+    is_eager = backend == "eager"
+    assert is_eager or not adding, "what compilers are given is functional"
     name = code_name(module) if backend == "inductor" else None
-    if name is not None and (kept := kept_code(name)) is not None:
-        return kept[0]
-    return _compiled(name_collectives(expand_ops(module)), module, backend, name)
+    if name is not None and (kept := kept_code(name, symbols)) is not None:
+        return kept
+    made = _for_eager(module, adding) if is_eager else name_collectives(expand_ops(module))
+    numbers: list[Any] = []
+    if symbols is not None:
+        numbers = take_numbers(made.graph, () if is_eager else symbols.sizes)
+        made.recompile()
+    return boxed_forward(made) if is_eager else _compiled(
+        made, module, backend, name, symbols, numbers
+    ), numbers
 
 
 def _compiled(
@@ -195,26 +209,6 @@ def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphMo
     joined = run_rank_passes(expanded, [FuseEager(), JoinLinears(), WriteIntoBuckets()])
     # Last: passes take functional graphs.
     return call_directly(add_early(joined, adding) if adding else joined)
-
-
-@autocast_off()
-def compile_sized(
-    module: fx.GraphModule, symbols: SizeSymbols, backend: str = "eager"
-) -> tuple[Compiled, list[Any]]:
-    """`compile_graph` of a graph whose sizes are in symbols: what it makes takes, after the inputs, the values of these
-    numbers. A compiler may ask things of sizes, which must hold."""
-    if backend == "eager":
-        made = _for_eager(module)
-        numbers = take_numbers(made.graph)
-        made.recompile()
-        return boxed_forward(made), numbers
-    name = code_name(module) if backend == "inductor" else None
-    if name is not None and (kept := kept_code(name, symbols)) is not None:
-        return kept
-    made = name_collectives(expand_ops(module))
-    numbers = take_numbers(made.graph, symbols.sizes)
-    made.recompile()
-    return _compiled(made, module, backend, name, symbols, numbers), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:
