@@ -16,8 +16,16 @@ from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Backward
-from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
-from passes.lower.piecewise import Collected, RankPieces, split_pieces, without_gradients
+from passes.lower.piecewise import (
+    IN_PLACE,
+    Collected,
+    RankPieces,
+    given_values,
+    leave,
+    split_pieces,
+    step_results,
+    without_gradients,
+)
 from passes.lower.rank_program import RankProgram
 from passes.stages.stage_graph import BackwardHalves, split_backward
 

@@ -110,7 +110,7 @@ class _Pipeline:
         """Outputs and new buffers come to all ranks, gradients to those that hold their leaves."""
         found = self._of_own_stages(dict(zip(self._names, values, strict=True)), tangents, backward)
         results: list[Tensor | None] = []
-        for end, node in zip(self._at.joint.outputs, self._at.joint.results, strict=True):
+        for end, node in self._at.joint.returned:
             value = found.get((end.kind, end.name))
             if node is None or (end.kind == "grad" and not backward):
                 value = None
@@ -189,11 +189,7 @@ class _Pipeline:
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
     """The leaves of the whole call. A parameter that no stage of this rank reads is taken as it is."""
     own = {(spec.kind, spec.name): node for stage in reversed(stages) for spec, node in stage.placeholders}
-    specs = [
-        (spec, node)
-        for spec, node in zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
-        if spec.kind != "tangent"
-    ]
+    specs = [(spec, node) for node, spec in ends.joint.given if spec.kind != "tangent"]
     values: list[Tensor | None] = []
     for (spec, node), side in zip(specs, ends.sides, strict=True):
         mine = own.get((spec.kind, spec.name))
@@ -210,6 +206,5 @@ def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
 def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[int, Tensor]]:
     """Index and look of each output's gradient that is read: this rank's part of it, or the whole where it has none."""
     own = {index: value for stage in stages for index, value in stage.tangents()}
-    kinds = zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
-    read = [(spec.index, node) for spec, node in kinds if spec.kind == "tangent" and node.users]
+    read = [(spec.index, node) for node, spec in ends.joint.given if spec.kind == "tangent" and node.users]
     return [(index, own.get(index, node_value(node).to("meta"))) for index, node in read]

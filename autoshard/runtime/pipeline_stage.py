@@ -18,8 +18,7 @@ from torch import Tensor, fx, nn
 from autoshard.runtime.compiled_pieces import Compiler, PiecesRun
 from autoshard.runtime.observe import StageClock, timed
 from passes.ir.joint import GraphInput
-from passes.lower.one_piece import pieces_of
-from passes.lower.piecewise import without_gradients
+from passes.lower.piecewise import pieces_of, without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
 from passes.stages.stage_graph import Crossing, Leaf, StageEnds, StageGraph

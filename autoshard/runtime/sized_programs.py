@@ -25,9 +25,8 @@ from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.layout.layout import Layout
-from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
-from passes.lower.rank_program import RankProgram
+from passes.lower.rank_program import RankProgram, usually_missing
 from passes.plan.sized_plan import in_symbols
 
 _log = logging.getLogger("autoshard")
@@ -234,7 +233,8 @@ class SizedProgram:
             return
         backend, eager = home.settings.backend, self._agreed[0]
         if home.settings.tune == "background" and not self._is_compiled_beside(home, eager):
-            self._due += min(self._calls, MOST_CALLS)
+            # Calls after which ranks ask each other again how far they are.
+            self._due += min(self._calls, 64)
             return
         with home.stages("compiling the plan", (kind, backend)):
             compiled = _agreed(home, lambda: eager.compiled(backend), "compiling a plan")
@@ -255,8 +255,6 @@ class SizedProgram:
             self._beside.end()
 
 
-MOST_CALLS = 64
-"""Calls after which ranks ask each other again how far they are."""
 MOST_EAGER = 2
 """Calls that run op by op: a last, smaller batch comes once an epoch, and compiling it takes longer than running it."""
 

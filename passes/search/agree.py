@@ -25,16 +25,13 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from cost_model.deadline import Deadline
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.search.bucket_starts import BucketStarts, StartsUnder
-from passes.search.judged_choice import Choice, Judge, JudgedChoice
-from passes.search.judging import Judging, seconds_left
-from passes.search.lighter import lighter
-from passes.search.past_transfers import past_transfers
-from passes.search.place_turns import turns
+from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
+from passes.search.near_choices import past_transfers, turns
 from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import ALIKE, SearchSpace
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
