@@ -85,7 +85,9 @@ def test_where_another_plan_wins() -> None:
         assert f"batch (now {rows}) of {won.size} or {'less' if smaller else 'more'}, " in str(won)
         assert plan.size_crossovers(batch=(rows, rows)) == ()
         if asked:
-            assert f"batch 2 to 1024, one at a time, searched again\n  {won}\n" in plan.explain(crossovers=True)
+            assert f"batch 2 to 1024, one at a time, searched again\n  {won}\n" in plan.explain(
+                crossovers=True
+            )
 
 
 def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
