@@ -15,6 +15,7 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Assignment
 from passes.predict.least_memory import least_nbytes
 from passes.search.agree import Agreed, agreed
+from passes.search.bucket_starts import bucket_starts
 from passes.search.judged_choice import Judgement
 from passes.search.offered import build_limited
 from passes.search.search_space import SearchSpace
@@ -90,7 +91,8 @@ def find_assignment(
     told = lambda one: hear(_found(one, space, joint, prices))
     try:
         own = None if judge is None else lambda assignment: judge(assignment, prices)
-        found = agreed(space, prices.overlap_efficiency, own, deadline, start, told)
+        starts = lambda overlaps, least: bucket_starts(space, joint, prices, overlaps, least)
+        found = agreed(space, prices.overlap_efficiency, own, deadline, start, told, starts)
     except Infeasible as reason:
         raise explained(reason, joint, space, prices, (memory_limit or 0, reserve)) from None
     return _found(found, space, joint, prices)

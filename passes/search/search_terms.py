@@ -1,4 +1,4 @@
-"""What is asked of a search: where it starts, how far it goes, what ops may choose from, the layouts of its ends."""
+"""What is asked of a search: where it starts, how far it goes, what ops may choose from, what layouts ends have."""
 
 from __future__ import annotations
 
