@@ -28,8 +28,7 @@ from cost_model.deadline import Deadline
 from passes.layout.layout import Assignment
 from passes.search.bucket_starts import BucketStarts, StartsUnder
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
-from passes.search.near_choices import past_transfers, turns
-from passes.search.rival_choices import RivalChoices
+from passes.search.rival_choices import RivalChoices, past_transfers, turns
 from passes.search.search_space import ALIKE, SearchSpace
 from passes.search.search_terms import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
