@@ -24,8 +24,6 @@ from passes.ir.torch_compat import inside_function_transform
 
 _log = logging.getLogger("autoshard")
 
-Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""(args, kwargs) of a call of the module -> what the call returns."""
 Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
 
