@@ -32,7 +32,7 @@ from passes.plan.sized_plan import in_symbols
 _log = logging.getLogger("autoshard")
 
 
-CompileSized = Callable[[fx.GraphModule, Sequence[Any], str], tuple[Compiled, list[Any]]]
+CompileSized = Callable[[fx.GraphModule, SizeSymbols, str], tuple[Compiled, list[Any]]]
 """As `compile_sized`."""
 
 
@@ -101,7 +101,7 @@ class SizedCode:
         self.program, self.phases = program, program.phases
         self.symbols, self.backend = symbols, backend
         numbers, whole = Numbers(symbols), self.phases.backward
-        compiled = lambda graph: _Taking(compile_as(graph, symbols.sizes, backend), numbers)
+        compiled = lambda graph: _Taking(compile_as(graph, symbols, backend), numbers)
         self.forward = compiled(self.phases.forward)
         self.values = _Values(placeholder_values(self.phases.forward), numbers)
         self.tangents = _Values(tangent_values(self.phases), numbers)

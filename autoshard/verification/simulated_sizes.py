@@ -89,7 +89,7 @@ class SimulatedSizes:
         self.codes.append(made)
 
 
-def _uncompiled(module: fx.GraphModule, sizes: Sequence[Any], backend: str) -> tuple[Compiled, list[Any]]:
+def _uncompiled(module: fx.GraphModule, symbols: SizeSymbols, backend: str) -> tuple[Compiled, list[Any]]:
     return list, []
 
 

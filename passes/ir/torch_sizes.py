@@ -155,7 +155,8 @@ def fakes_counted(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env, sizes = ShapeEnv(), dict[int, Any]()
+    given = (size.node.shape_env for v in values for size in v.shape if isinstance(size, torch.SymInt))
+    env, sizes = next(given, None) or ShapeEnv(), dict[int, Any]()
 
     def made(value: torch.Tensor, dim: int, number: int) -> torch.Tensor:
         if number not in sizes:
