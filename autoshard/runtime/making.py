@@ -16,7 +16,7 @@ from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import Around, CallProgram, Checks
-from autoshard.runtime.compiled_pieces import program_in_pieces
+from autoshard.runtime.compiled_pieces import Compiler, PiecesOnRank, program_in_pieces
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
@@ -146,7 +146,8 @@ def _whole(call: Call, plan: Plan) -> Lowering:
         def compiled(backend: str) -> CallProgram:
             if len(ours) > 1:
                 device = local_device(home.mesh)
-                return program_in_pieces(ours, *given, device, backend, home.observers, around)
+                pieces = PiecesOnRank(ours, cut.joint.pieces, Compiler(backend))
+                return program_in_pieces(pieces, *given, device, home.observers, around)
             return Program(PhaseCode(ours[0], backend), *given, home.observers, around)
 
         return compiled
@@ -179,12 +180,17 @@ def _staged(call: Call, plan: PipelinePlan) -> Lowering:
 
     def lower() -> Callable[[str], CallProgram]:
         ours = [
-            StageOnRank(graph, tuple(_programs(stage, graph.joint, ends.spec, ends.rank, groups)))
+            (graph, _programs(stage, graph.joint, ends.spec, ends.rank, groups))
             for graph, stage in zip(graphs, plan.stages, strict=True)
             if graph.stage % plan.ranks == own
         ]
-        given = ends, ours, len(graphs), plan.schedule
-        return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
+
+        def compiled(backend: str) -> CallProgram:
+            compile_ = Compiler(backend)
+            stages = [StageOnRank(one, PiecesOnRank(made, one.joint.pieces, compile_)) for one, made in ours]
+            return pipeline_program(ends, stages, len(graphs), plan.schedule, home.stage_clocks, around)
+
+        return compiled
 
     return lower
 

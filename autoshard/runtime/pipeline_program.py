@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import StageClock, StepPart
 from autoshard.runtime.pipeline_stage import (
@@ -61,18 +60,16 @@ def pipeline_program(
     stages: Sequence[StageOnRank],
     count: int,
     schedule: str,
-    backend: str,
     clocks: Sequence[StageClock],
     around: Around,
 ) -> AtOnce:
     """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`. clocks: told of every step; they may
     change while the program lives."""
     gradients = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
-    compile_ = Compiler(backend)
-    early = body = _Pipeline(ends, stages, count, schedule, compile_, clocks)
+    early = body = _Pipeline(ends, stages, count, schedule, clocks)
     if gradients.gradients and not gradients.has_loss:
         own = [stage.without_gradients() for stage in stages]
-        early = _Pipeline(ends, own, count, schedule, compile_, clocks)
+        early = _Pipeline(ends, own, count, schedule, clocks)
     return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, around)
 
 
@@ -85,12 +82,11 @@ class _Pipeline:
         stages: Sequence[StageOnRank],
         count: int,
         schedule: str,
-        compile_: Compiler,
         clocks: Sequence[StageClock],
     ) -> None:
-        self._at, self._clocks, self._pieces = ends, clocks, len(stages[0].programs)
+        self._at, self._clocks, self._pieces = ends, clocks, stages[0].pieces.count
         self._names = [(s.kind, s.name) for s in ends.joint.inputs if s.kind != "tangent"]
-        self._runs = [StageRun(stage, compile_) for stage in stages]
+        self._runs = list(map(StageRun, stages))
         ours = [
             PipelineStage(
                 run, stage.received(), stage.sent(), stage.graph.stage, count, ends.device, ends.group, clocks
@@ -188,7 +184,8 @@ class _Pipeline:
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
     """The leaves of the whole call. A parameter that no stage of this rank reads is taken as it is."""
-    own = {(spec.kind, spec.name): node for stage in reversed(stages) for spec, node in stage.placeholders}
+    known = [one for stage in reversed(stages) for one in stage.pieces.placeholders()]
+    own = {(spec.kind, spec.name): value for spec, _, value in known}
     specs = [
         (spec, node)
         for spec, node in zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
@@ -198,7 +195,7 @@ def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
     for (spec, node), side in zip(specs, ends.sides, strict=True):
         mine = own.get((spec.kind, spec.name))
         if mine is not None:
-            values.append(mine.meta["val"])
+            values.append(mine)
         elif spec.kind == "param":
             values.append(None)
         else:

@@ -98,6 +98,12 @@ def expression_of(number: Any) -> Any:
     return number.node.expr
 
 
+def same_number(one: Any, two: Any) -> bool:
+    """Whether two numbers are the same for all sizes; nothing is asked of these. Since 2.0."""
+    first, second = (n.node.expr if isinstance(n, SYMBOLIC) else n for n in (one, two))
+    return bool(first - second == 0)
+
+
 def fixed(number: Any) -> Any:
     """A plain number where a symbolic one turned out to be always the same. Since 2.0."""
     value = number.node.expr if isinstance(number, SYMBOLIC) else number
