@@ -31,9 +31,10 @@ Like = Sequence[Tensor]
 
 
 class CompilesGraphs(Protocol):
-    """joins: whether programs are to be joined before."""
-
-    joins: bool
+    @property
+    def joins(self) -> bool:
+        """Whether programs are to be joined before."""
+        ...
 
     def __call__(self, module: fx.GraphModule, adding: Sequence[int] = ()) -> tuple[Compiled, Like]:
         """The compiled graph, and how its inputs look. adding: as for `compile_graph`."""
@@ -86,7 +87,7 @@ class PiecesOnRank:
     def count(self) -> int:
         return len(self.programs)
 
-    @property
+    @cached_property
     def codes(self) -> list[PieceCode]:
         parts = [pieces_of(program, self._pieces) for program in self.programs]
         return [PieceCode(one.joined() if self._compile.joins else one, self._compile) for one in parts]
@@ -95,6 +96,11 @@ class PiecesOnRank:
         """Inputs of a piece's program: what each means, its name, and how it looks."""
         nodes = self.programs[piece].local.module.graph.find_nodes(op="placeholder")
         return [(spec, n.name, n.meta["val"]) for spec, n in zip(self.inputs, nodes, strict=True)]
+
+    @property
+    def tangents(self) -> list[tuple[GraphInput, str, Tensor]]:
+        """Those of the inputs that are read."""
+        return [one for one in self.placeholders() if one[0].kind == "tangent" and one[1] in self.reads]
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -253,6 +259,11 @@ class PiecesRun:
         self.pieces = list(map(CompiledPiece, codes))
         self._after, self._reads = first.compile_(first.parts.after)
 
+    def prepare(self, halves: Sequence[str] | None = None) -> None:
+        """Compiles all that steps may run. halves: as of `CompiledPiece.prepare`."""
+        for piece in self.pieces:
+            piece.prepare(halves)
+
     def begin(self, known: Known) -> None:
         """known: values of the placeholders that a step is given."""
         self.known, first = known, self.parts[0]
@@ -309,6 +320,12 @@ class StepInPieces(PiecesRun):
         return results
 
 
+def call_gradients(pieces: PiecesOnRank) -> CallGradients:
+    """Of a call that ranks run in pieces, each all of the model."""
+    known = [(kind.index, value) for kind, _, value in pieces.tangents]
+    return CallGradients(pieces.outputs, pieces.inputs, known)
+
+
 def program_in_pieces(
     pieces: PiecesOnRank,
     sides: Sequence[InputSide],
@@ -322,14 +339,13 @@ def program_in_pieces(
     placeholders = pieces.placeholders()
     given = [(kind, name, value) for kind, name, value in placeholders if kind.kind != "tangent"]
     leaves = Leaves([kind.kind for kind, *_ in given], [value for *_, value in given], sides, spec, rank)
-    tangents = [one for one in placeholders if one[0].kind == "tangent" and one[1] in pieces.reads]
-    ends = CallGradients(pieces.outputs, pieces.inputs, [(kind.index, value) for kind, _, value in tangents])
+    ends = call_gradients(pieces)
 
     def compiled(ours: PiecesOnRank, names: Mapping[int, str]) -> StepInPieces:
         step = InPieces(lambda: ours.programs, tuple(name for _, name, _ in given), names)
         return StepInPieces(step, ours.codes, observers)
 
-    early = body = compiled(pieces, {kind.index: name for kind, name, _ in tangents})
+    early = body = compiled(pieces, {kind.index: name for kind, name, _ in pieces.tangents})
     if not ends.has_loss:
         early = compiled(pieces.without_gradients(), {})
     return AtOnce(leaves, ends, body, early, device, around)

@@ -84,11 +84,18 @@ class StageRun(PiecesRun):
 
     def backward_input(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
         self.known.update(zip(self._at.returned, returned, strict=True))
-        results = self.parts[piece].results
-        first = [name for place in self._at.given_back if (name := results[place]) is not None]
         kept = self._kept.pop(piece)
-        self._kept[piece] = self.pieces[piece].backward_input(self.known, kept, first)
+        self._kept[piece] = self.pieces[piece].backward_input(self.known, kept, self._first(piece))
         return self._taken(piece, self._at.given_back)
+
+    def _first(self, piece: int) -> list[str]:
+        """Names of the gradients that are sent to the stage before."""
+        results = self.parts[piece].results
+        return [name for place in self._at.given_back if (name := results[place]) is not None]
+
+    def prepare_for(self, schedule: str) -> None:
+        """Compiles all that steps may run by a schedule."""
+        self.prepare(self._first(0) if schedule == "zero_bubble" else None)
 
     def backward_weight(self, piece: int) -> None:
         self.pieces[piece].backward_weight(self.known, self._kept.pop(piece))

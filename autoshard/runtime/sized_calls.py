@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -16,7 +17,6 @@ from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call
 from autoshard.runtime.module import Mode
 from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, is_for_sizes, sized_program
-from autoshard.runtime.step import PhaseCode, Program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
@@ -62,7 +62,7 @@ class SizedCall:
         """(the program for these shapes, their sizes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
-        fits = lambda one: one.inputs == layouts and one.at(values) is not None
+        fits = lambda one: one.inputs == layouts and one.numbers(values) is not None
         return next(((one, values) for one in self.programs if fits(one)), None)
 
     def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
@@ -97,28 +97,24 @@ class AtSizes(MadeAhead):
         self._around = Around(turns_of(home.watch, self._kind), Checks(sized.captured.call))
         code = program.at(values)
         assert code is not None
-        self._alone, self._ends = code.alone, code.ends
-        super().__init__(Running(sized.captured, code.ends, self._run(code), program.plan), None)
+        self._alone = partial(code.alone, home, self._around)
+        run = code.program(home, self._around)
+        super().__init__(Running(sized.captured, code.ends, run, program.plan), None)
         self._is_final = code.backend == home.settings.backend
 
-    def _run(self, code: PhaseCode) -> CallProgram:
-        home = self._home
-        sides, rank = self._ends.inputs, home.mesh.get_rank()
-        return Program(code, sides, home.spec, rank, home.observers, self._around)
-
     def next(self) -> Running:
-        if not self._is_final and (code := self._compiled()) is not None:
-            self.running, self._is_final = replace(self.running, program=self._run(code)), True
+        if not self._is_final and (program := self._compiled()) is not None:
+            self.running, self._is_final = replace(self.running, program=program), True
         return self.running
 
-    def _compiled(self) -> PhaseCode | None:
+    def _compiled(self) -> CallProgram | None:
         """None: not yet."""
         self._calls += 1
         home, backend = self._home, self._home.settings.backend
         self._program.called(home, self._kind)
         code = self._program.at(self._values)
         if code is not None and code.backend == backend:
-            return code
+            return code.program(home, self._around)
         if not self._program.is_settled or self._calls <= MOST_EAGER:
             return None
         with home.stages("compiling the plan", (self._kind, backend)):

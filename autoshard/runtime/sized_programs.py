@@ -6,188 +6,49 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
-
-import torch
-from torch import Tensor, fx
 
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in
 from autoshard.runtime.beside import Beside, compiling
 from autoshard.runtime.executable import Home
-from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.making import Call, ends_of, lowered_whole
+from autoshard.runtime.making import Call, ends_of, lowered_stages, lowered_whole, staging_of
 from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.step import CompiledBackward, PhaseCode, placeholder_values, slots_of, tangent_values
+from autoshard.runtime.sized_code import CodeAt, PhaseCodeAt, SizedCode, SizedPhases
+from autoshard.runtime.sized_pieces import LoweredPiece, PiecesCodeAt, SizedPieces
 from autoshard.watching.agreement import collectively, everyones
-from passes.compile.compile_graph import Compiled, compile_sized
-from passes.ir.sized_graph import Looks, Numbers, Place, SizedJoint, SizedModule, filled
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph
+from passes.ir.sized_graph import SizedJoint
 from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
 from passes.layout.layout import Layout
-from passes.lower.missing_tangents import usually_missing
-from passes.lower.phases import Backward, Phases
-from passes.lower.rank_program import RankProgram
+from passes.micro_batches.cut_batch import cut_for_stages, piece_places, when_cut
+from passes.micro_batches.sized_piece import PieceSizes, SizedCut
 from passes.plan.sized_plan import in_symbols
+from passes.stages.stage_graphs import stage_graphs
 
 _log = logging.getLogger("autoshard")
 
 
-CompileSized = Callable[[fx.GraphModule, Sequence[Any], str], tuple[Compiled, list[Any]]]
-"""As `compile_sized`."""
-
-
 def is_for_sizes(plan: Plan) -> bool:
-    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a batch has, or a
+    """Whether a plan may have a program for all sizes: not where it says how many rows a piece of a head has, or a
     rank's part of what goes in or comes out."""
-    if isinstance(plan, PipelinePlan) or plan.micro_batches > 1 or plan.head_pieces > 1:
+    if plan.head_pieces > 1:
         return False
     ends = (*plan.inputs.values(), *plan.outputs.values())
     return not any(one is not None and one.counts_rows for one in ends)
 
 
-class _Taking:
-    """Code that takes numbers behind its inputs."""
-
-    def __init__(self, made: tuple[Compiled, list[Any]], numbers: Numbers) -> None:
-        self._run, taken = made
-        self._taken = [numbers.place(number) for number in taken]
-
-    def at(self, numbers: Sequence[Any]) -> Compiled:
-        run, taken = self._run, filled(self._taken, numbers)
-
-        def compiled(inputs: list[Any]) -> Sequence[Tensor | None]:
-            inputs.extend(taken)  # into the list itself: it is emptied as the graph runs
-            return run(inputs)
-
-        return compiled
-
-
-class _Values:
-    """How tensors look that have these sizes, without values."""
-
-    def __init__(self, values: Sequence[Tensor], numbers: Numbers) -> None:
-        looks = [numbers.look(value) for value in values]
-        self._looks = {i: look for i, look in enumerate(looks) if any(map(_is_sized, look[:2]))}
-        self._values = [None if i in self._looks else _on_meta(look) for i, look in enumerate(looks)]
-
-    def at(self, numbers: Sequence[Any]) -> list[Tensor]:
-        found: list[Any] = list(self._values)
-        for i, look in self._looks.items():
-            found[i] = _on_meta(filled(look, numbers))
-        return found
-
-
-def _is_sized(numbers: Sequence[Any]) -> bool:
-    return any(isinstance(number, Place) for number in numbers)
-
-
-def _on_meta(look: Any) -> Tensor:
-    return torch.empty_strided(look[0], look[1], dtype=look[3], device="meta")
-
-
-class SizedCode:
-    """A rank's phases in symbols, compiled. ends: where they meet the caller, in symbols as well.
-
-    codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank."""
-
-    def __init__(
-        self,
-        program: RankProgram,
-        ends: CallEnds,
-        symbols: SizeSymbols,
-        backend: str = "eager",
-        compile_as: CompileSized = compile_sized,
-    ) -> None:
-        self.program, self.phases = program, program.phases
-        self.symbols, self.backend = symbols, backend
-        numbers, whole = Numbers(symbols), self.phases.backward
-        compiled = lambda graph: _Taking(compile_as(graph, symbols.sizes, backend), numbers)
-        self.forward = compiled(self.phases.forward)
-        self.values = _Values(placeholder_values(self.phases.forward), numbers)
-        self.tangents = _Values(tangent_values(self.phases), numbers)
-        graphs, self.backward = [self.phases.forward], None
-        if whole is not None:
-            missing = frozenset(usually_missing(whole))
-            usual = program.backward(missing)
-            slots = slots_of(self.phases, usual)
-            tangents = _Values(placeholder_values(usual.module)[len(slots) :], numbers)
-            self.backward = _SizedBackward(missing, usual, slots, compiled(usual.module), tangents)
-            graphs += [whole.module, self.backward.graph.module]
-        self._ends = ends
-        self._shapes = numbers.placed(tuple(side.shape for side in (*ends.inputs, *ends.outputs)))
-        self._graphs = [SizedModule(graph, numbers) for graph in graphs]
-        self.codes, self.holds = numbers.codes(), numbers.holds()
-
-    def compiled(self, backend: str) -> SizedCode:
-        return SizedCode(self.program, self._ends, self.symbols, backend)
-
-    def ends(self, numbers: Sequence[Any]) -> CallEnds:
-        shapes = iter(filled(self._shapes, numbers))
-        inputs = tuple(replace(side, shape=next(shapes)) for side in self._ends.inputs)
-        return CallEnds(inputs, tuple(replace(side, shape=next(shapes)) for side in self._ends.outputs))
-
-    def graphs(self, numbers: Sequence[Any]) -> tuple[Phases, Backward | None]:
-        """The phases, and the backward of a usual step, for some sizes."""
-        looks = Looks([look for graph in self._graphs for look in graph.looks], numbers)
-        forward, *others = [graph.at(numbers, looks) for graph in self._graphs]
-        if self.phases.backward is None or self.backward is None:
-            return replace(self.phases, forward=forward), None
-        whole, usual = others
-        backward = replace(self.phases.backward, module=whole)
-        return replace(self.phases, forward=forward, backward=backward), replace(
-            self.backward.graph, module=usual
-        )
-
-
 @dataclass(frozen=True)
-class _SizedBackward:
-    missing: frozenset[int]
-    graph: Backward
-    slots: list[int]
-    code: _Taking
-    tangents: _Values
+class Agreed:
+    """Code, and of values of its sizes the numbers that it takes; None where something does not hold that was asked on
+    some rank."""
 
-    def at(self, numbers: Sequence[Any]) -> CompiledBackward:
-        return CompiledBackward(self.graph, self.code.at(numbers), self.slots, self.tangents.at(numbers))
+    code: Any
+    evaluate: Evaluation
 
-
-class PhaseCodeAt(PhaseCode):
-    """A `SizedCode` for some sizes. A backward that it has no code for runs op by op, for these alone."""
-
-    def __init__(self, code: SizedCode, numbers: Sequence[Any]) -> None:
-        self._code, self._numbers, self._backend = code, numbers, "eager"
-        self.phases, self.backend, self.ends = code.phases, code.backend, code.ends(numbers)
-        self.forward = code.forward.at(numbers)
-        self.values, self.tangents = code.values.at(numbers), code.tangents.at(numbers)
-        usual = code.backward
-        self._backwards = {} if usual is None else {usual.missing: usual.at(numbers)}
-
-    @cached_property
-    def _graphs(self) -> tuple[Phases, Backward | None]:
-        return self._code.graphs(self._numbers)
-
-    @cached_property
-    def _program(self) -> RankProgram:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return replace(self._code.program, split=self._graphs[0])
-
-    def alone(self, backend: str) -> PhaseCode:
-        """The same, compiled for these sizes alone."""
-        code = PhaseCode(self._program, backend)
-        _ = code.forward
-        if self._code.backward is not None:
-            code.backward(self._code.backward.missing)
-        return code
-
-    def seen(self, backward: Backward | None) -> Phases:
-        phases, usual = self._graphs
-        if self._code.backward is not None and backward is self._code.backward.graph:
-            backward = usual
-        return phases if backward is None else replace(phases, backward=backward)
-
-
-Agreed = tuple[SizedCode, Evaluation]
-"""Code, and of sizes what it takes; None where something does not hold that was asked on some rank."""
+    def numbers(self, values: Sequence[int]) -> Sequence[Any] | None:
+        return self.evaluate(values) if len(values) == len(self.code.symbols.sizes) else None
 
 
 def _agreed(home: Home, make: Callable[[], SizedCode], what: str) -> Agreed | None:
@@ -207,45 +68,70 @@ def _agreed(home: Home, make: Callable[[], SizedCode], what: str) -> Agreed | No
     if code is None or len(known) < len(asked):
         return None
     holds = list(dict.fromkeys(itertools.chain.from_iterable(known)))
-    return code, evaluation(len(code.symbols.sizes), holds, code.codes)
+    return Agreed(code, evaluation(len(code.symbols.sizes), holds, code.codes))
 
 
 class SizedProgram:
     """A program for all sizes: op by op at first, compiled from its third call on, beside the steps if these are tuned
-    there. number: the same on all ranks. inputs: layouts of those that ranks pass parts of. is_settled: whether nothing
-    more will be compiled for all sizes."""
+    there. number: the same on all ranks. inputs: layouts of those that ranks pass parts of. codes: of a batch in pieces
+    one for each of which other things hold. cut: how it is cut. is_settled: whether nothing more will be compiled for
+    all sizes."""
 
-    def __init__(self, number: int, plan: Plan, inputs: Mapping[int, Layout], eager: Agreed) -> None:
-        self.number, self.plan, self.inputs, self._agreed = number, plan, inputs, eager
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        inputs: Mapping[int, Layout],
+        codes: Sequence[Agreed],
+        cut: SizedCut | None = None,
+    ) -> None:
+        self.number, self.plan, self.inputs, self._agreed, self._cut = number, plan, inputs, codes, cut
         self.is_settled = False
         self._calls, self._due = 0, MOST_EAGER + 1
         self._beside: Beside | None = None
 
-    def at(self, sizes: Sequence[int]) -> PhaseCodeAt | None:
+    def at(self, sizes: Sequence[int]) -> CodeAt | None:
         """None where something does not hold of them. The same on all ranks."""
-        code, evaluate = self._agreed
-        numbers = evaluate(sizes)
-        return None if numbers is None else PhaseCodeAt(code, numbers)
+        found = self.numbers(sizes)
+        if found is None:
+            return None
+        code, numbers = found[0]
+        return PhaseCodeAt(code, numbers) if isinstance(code, SizedPhases) else PiecesCodeAt(found)
+
+    def numbers(self, sizes: Sequence[int]) -> list[tuple[Any, Sequence[Any]]] | None:
+        """Of every piece its code, and the numbers that this takes."""
+        pieces = [tuple(sizes)] if self._cut is None else _values(self._cut.pieces(sizes))
+        found: list[tuple[Any, Sequence[Any]]] = []
+        for values in pieces or ():
+            ways = ((one.code, one.numbers(values)) for one in self._agreed)
+            found += itertools.islice(((code, n) for code, n in ways if n is not None), 1)
+        return found if pieces and len(found) == len(pieces) else None
 
     def called(self, home: Home, kind: str) -> None:
         """Op by op, once more, for any sizes. All ranks come here together."""
         self._calls += 1
         if self.is_settled or self._calls < self._due:
             return
-        backend, eager = home.settings.backend, self._agreed[0]
-        if home.settings.tune == "background" and not self._is_compiled_beside(home, eager):
+        backend = home.settings.backend
+        if home.settings.tune == "background" and not self._is_compiled_beside(home):
             self._due += min(self._calls, MOST_CALLS)
             return
         with home.stages("compiling the plan", (kind, backend)):
-            compiled = _agreed(home, lambda: eager.compiled(backend), "compiling a plan")
-        self._agreed, self.is_settled = compiled or self._agreed, True
-        if compiled is None:
+            made = [
+                _agreed(home, lambda one=one: one.code.compiled(backend), "compiling a plan")
+                for one in self._agreed
+            ]
+        compiled = [one for one in made if one is not None]
+        all_of_them = len(compiled) == len(made)
+        self._agreed, self.is_settled = compiled if all_of_them else self._agreed, True
+        if not all_of_them:
             _log.info("%s compiles no program for all sizes, but each for itself", backend)
 
-    def _is_compiled_beside(self, home: Home, eager: SizedCode) -> bool:
+    def _is_compiled_beside(self, home: Home) -> bool:
         """Whether it is in the compiler's cache, on all ranks."""
         if self._beside is None:
-            self._beside = compiling(home, symbolic_sizes()(lambda: eager.compiled(home.settings.backend)))
+            backend, codes = home.settings.backend, [one.code for one in self._agreed]
+            self._beside = compiling(home, symbolic_sizes()(lambda: [one.compiled(backend) for one in codes]))
         self._beside.news()
         return all(everyones(home.mesh, self._beside.ended, what="whether a program is compiled"))
 
@@ -257,6 +143,8 @@ class SizedProgram:
 
 MOST_CALLS = 64
 """Calls after which ranks ask each other again how far they are."""
+MOST_KINDS = 4
+"""Of pieces, each with code of its own: even and uneven ones, the first and later ones."""
 MOST_EAGER = 2
 """Calls that run op by op: a last, smaller batch comes once an epoch, and compiling it takes longer than running it."""
 
@@ -269,16 +157,85 @@ def sized_program(
     values: of the sizes of `call`, which is planned: as these they count. The plan's layouts and transfers are those of
     all sizes for which the same holds: whatever making the program asked of sizes comes out alike for them on every
     rank."""
+    home, cut = call.home, None
+    groups_for(
+        home.mesh, sorted({axes for stage in plan.stages for axes in axes_in(stage)})
+    )  # made by all together
+    if plan.micro_batches > 1:
+        cut = collectively(home.mesh, lambda: _cut(call, joint, values, plan), what="cutting a batch")
+        if cut is None:
+            return None
+    pieces = [None] if cut is None else cut.pieces(values)
+    codes: list[Agreed] = []
+    for index, piece in reversed(list(enumerate(pieces or ()))):
+        own = tuple(values) if piece is None else piece.values
+        if any(one.numbers(own) is not None for one in codes):
+            continue
+        if len(codes) == MOST_KINDS:
+            return None
+        make = lambda index=index, piece=piece: _code(call, joint, values, plan, cut, index, piece)
+        if (made := _agreed(home, make, "lowering a plan")) is None:
+            return None
+        codes.append(made)
+    return SizedProgram(number, plan, call.layouts.inputs, codes, cut)
+
+
+def _values(pieces: Sequence[PieceSizes] | None) -> list[tuple[int, ...]] | None:
+    return None if pieces is None else [one.values for one in pieces]
+
+
+def _cut(call: Call, joint: SizedJoint, values: Sequence[int], plan: Plan) -> SizedCut | None:
+    """How calls of all sizes are cut; None where that follows from no sizes."""
+    try:
+        _, times = when_cut(call.whole.joint, plan.micro_batches)
+        with symbolic_sizes():
+            symbols = SizeSymbols(values)
+            graph = joint.at(values, symbols)
+            assert graph is not None
+            return SizedCut.of(graph, times, symbols)
+    except Exception as error:  # alike on all ranks: the graph is of the whole model
+        _log.debug("no pieces of all sizes: %s", error, exc_info=True)
+        return None
+
+
+def _code(
+    call: Call,
+    joint: SizedJoint,
+    values: Sequence[int],
+    plan: Plan,
+    cut: SizedCut | None,
+    index: int,
+    piece: PieceSizes | None,
+) -> SizedCode:
+    """Of a whole call, or of a piece of it."""
     home = call.home
-    groups_for(home.mesh, axes_in(plan))  # all ranks make them together
+    symbols = SizeSymbols(values if piece is None else piece.values)
+    graph = joint.at(values, symbols)
+    assert graph is not None
+    if cut is not None and piece is not None:
+        graph = cut.graph(graph, index, piece, symbols)
+    base = call.cut(plan).joint
+    place = piece_places(base)[index]
+    if isinstance(plan, PipelinePlan):
+        if cut is None:
+            graph = cut_for_stages(graph, 1)
+        # Cut as the graph in numbers is.
+        of_stages = stage_graphs(replace(base, others=(graph,)), plan.cut)
+        graphs = [replace(one, joint=one.joint.others[0]) for one in of_stages]
+        staging = staging_of(home.mesh, graph, plan, graphs)
+        pairs = zip(plan.stages, graphs, strict=True)
+        plans = [_at_place(stage, place, one.joint, staging.ends.spec) for stage, one in pairs]
+        programs = [program for (program,) in lowered_stages(home, staging, plans)]
+        ends = ends_of(home.mesh, graph, call.layouts, plan)
+        return SizedPieces(LoweredPiece(tuple(programs), base.pieces, ends, staging), symbols)
+    plan_of_all = _at_place(plan, place, graph, home.spec)
+    (program,) = lowered_whole(home, graph, plan_of_all)
+    ends = ends_of(home.mesh, graph, call.layouts, plan_of_all)
+    if cut is None:
+        return SizedPhases(program, ends, symbols)
+    return SizedPieces(LoweredPiece((program,), base.pieces, ends), symbols)
 
-    def made() -> SizedCode:
-        symbols = SizeSymbols(values)
-        graph = joint.at(values, symbols)
-        assert graph is not None
-        plan_of_all = replace(plan, records=in_symbols(plan.records, graph, home.spec))
-        (program,) = lowered_whole(home, graph, plan_of_all)
-        return SizedCode(program, ends_of(home.mesh, graph, call.layouts, plan_of_all), symbols)
 
-    eager = _agreed(home, made, "lowering a plan")
-    return None if eager is None else SizedProgram(number, plan, call.layouts.inputs, eager)
+def _at_place(plan: Plan, place: int, graph: JointGraph, spec: MeshSpec) -> Plan:
+    """The plan of pieces of one size, in symbols."""
+    return replace(plan, records=in_symbols(plan.sizes[place], graph, spec), other_sizes=())

@@ -196,12 +196,12 @@ def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphMo
 
 @autocast_off()
 def compile_sized(
-    module: fx.GraphModule, sizes: Sequence[Any], backend: str = "eager"
+    module: fx.GraphModule, sizes: Sequence[Any], backend: str = "eager", adding: Sequence[int] = ()
 ) -> tuple[Compiled, list[Any]]:
     """`compile_graph` of a graph whose sizes are symbols, made of `sizes`: what it makes takes, after the inputs, the
     values of these numbers. A compiler may ask things of sizes, which must hold."""
     is_eager = backend == "eager"
-    made = _for_eager(module) if is_eager else name_collectives(expand_ops(module))
+    made = _for_eager(module, adding) if is_eager else name_collectives(expand_ops(module))
     numbers = take_numbers(made.graph, () if is_eager else sizes)
     made.recompile()
     return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers=numbers), numbers

@@ -10,9 +10,19 @@ from msgspec import structs
 from torch import fx
 
 from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
-from passes.ir.torch_sizes import SizesLost, SizeSymbols, counts_as, same_number
+from passes.ir.torch_sizes import (
+    SYMBOLIC,
+    Evaluation,
+    SizesLost,
+    SizeSymbols,
+    counts_as,
+    evaluation,
+    expression_of,
+    same_number,
+)
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.layout import Layout, Span
+from passes.micro_batches.cut_batch import plain_graph
 from passes.micro_batches.in_pieces import in_pieces
 from passes.micro_batches.run_times import RunTimes
 from passes.micro_batches.time_axis import TIME, even_sizes, time_mesh
@@ -24,28 +34,49 @@ _PARTS, _OWN = time_mesh(3), 1
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """The sizes of a call in numbers, and those of one piece of its batch. length: of the piece; start: where it begins
-    in a batch of 0 samples or more."""
+    """The sizes of a call in numbers, and those of one piece of its batch. length: samples of the piece; start: samples
+    before it."""
 
     call: tuple[int, ...]
     length: int
     start: int
 
-    @staticmethod
-    def of(call: Sequence[int], batch: int, count: int) -> list[PieceSizes]:
-        """Of all pieces of a batch of so many samples."""
-        sizes = even_sizes(batch, count)
-        return [PieceSizes(tuple(call), n, sum(sizes[:place])) for place, n in enumerate(sizes)]
-
     @property
     def values(self) -> tuple[int, ...]:
-        """What the symbols count as, each at least 2; a piece of a single sample has no symbol for that."""
+        """What symbols count as, each at least 2; a piece of a single sample has none for that."""
         return (*self.call, self.start + 2, *([self.length] if self.length > 1 else []))
 
     def own(self, symbols: SizeSymbols) -> Span:
-        """Where the piece begins and ends, in symbols that count as these."""
+        """Where the piece begins and ends, in symbols that count as its values."""
         start, *length = symbols.sizes[len(self.call) :]
         return start - 2, start - 2 + (length[0] if length else self.length)
+
+
+@dataclass(frozen=True)
+class SizedCut:
+    """How calls of all sizes are cut. times: of one of them, in numbers."""
+
+    times: RunTimes
+    batch: Evaluation
+
+    @staticmethod
+    def of(joint: JointGraph, times: RunTimes, symbols: SizeSymbols) -> SizedCut:
+        """joint: in symbols, of a whole call."""
+        batch = batch_of(plain_graph(joint), times)
+        code = symbols.code(expression_of(batch)) if isinstance(batch, SYMBOLIC) else str(batch)
+        return SizedCut(times, evaluation(len(symbols.sizes), [], [code]))
+
+    def pieces(self, call: Sequence[int]) -> list[PieceSizes] | None:
+        """None: there are more pieces than samples."""
+        (batch,) = self.batch(call) or [0]
+        if batch < self.times.count:
+            return None
+        sizes = even_sizes(batch, self.times.count)
+        return [PieceSizes(tuple(call), n, sum(sizes[:place])) for place, n in enumerate(sizes)]
+
+    def graph(self, joint: JointGraph, index: int, piece: PieceSizes, symbols: SizeSymbols) -> JointGraph:
+        """Of a piece, in symbols that count as its values."""
+        return piece_in_symbols(plain_graph(joint), self.times, index, piece.own(symbols))
 
 
 def batch_of(joint: JointGraph, times: RunTimes) -> Any:
@@ -59,7 +90,9 @@ def piece_in_symbols(joint: JointGraph, times: RunTimes, index: int, own: Span) 
 
     SizesLost where what it reads follows from no number of samples."""
     cut = _Cut(batch_of(joint, times), own, times.count, index)
-    layouts = {n.name: cut.layouts(n, times.layouts[n.name]) for n in joint.graph.nodes if n.name in times.layouts}
+    layouts = {
+        n.name: cut.layouts(n, times.layouts[n.name]) for n in joint.graph.nodes if n.name in times.layouts
+    }
     return in_pieces(joint, replace(times, layouts=layouts, mesh=_PARTS), _OWN)
 
 
