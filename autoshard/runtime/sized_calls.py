@@ -11,12 +11,13 @@ from torch import nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
+from autoshard.plan.sized_parts import is_for_sizes
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.executable import Home, MadeAhead, Running
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call
 from autoshard.runtime.module import Mode
-from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, is_for_sizes, sized_program
+from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, sized_program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
@@ -62,7 +63,7 @@ class SizedCall:
         """(the program for these shapes, their sizes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
-        fits = lambda one: one.inputs == layouts and one.numbers(values) is not None
+        fits = lambda one: one.inputs == layouts and one.found(values) is not None
         return next(((one, values) for one in self.programs if fits(one)), None)
 
     def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
@@ -162,12 +163,14 @@ class SizedCalls:
         assert sized is not None
         plan, program = planned(), None
         if is_for_sizes(plan):
-            program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
+            known = sized.call.programs
+            program = sized_program(call, self._programs, sized.call.joint, sized.values, plan, known)
         if program is None:
             sized.call.failures += 1
             return None
-        sized.call.programs.append(program)
-        self._programs += 1
+        if program.number == self._programs:  # a new one
+            sized.call.programs.append(program)
+            self._programs += 1
         return AtSizes(call.home, whole, sized.call, program, sized.values)
 
     def ready(self, home: Home, whole: GlobalCall | None) -> AtSizes | None:

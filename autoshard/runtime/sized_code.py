@@ -42,6 +42,10 @@ class SizedCode(Protocol):
 
     def compiled(self, backend: str) -> SizedCode: ...
 
+    def rank_program(self, numbers: Sequence[Any]) -> RankProgram:
+        """For some sizes; of several stages the first's."""
+        ...
+
 
 class CodeAt(Protocol):
     """For some sizes. ends: where it meets the caller."""
@@ -141,6 +145,9 @@ class SizedPhases(SizedCode):
 
     def compiled(self, backend: str) -> SizedPhases:
         return SizedPhases(self.program, self._ends, self.symbols, backend)
+
+    def rank_program(self, numbers: Sequence[Any]) -> RankProgram:
+        return replace(self.program, split=self.graphs(numbers)[0])
 
     def graphs(self, numbers: Sequence[Any]) -> tuple[Phases, Backward | None]:
         """The phases, and the backward of a usual step, for some sizes."""

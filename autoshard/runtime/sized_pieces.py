@@ -161,7 +161,7 @@ class LoweredPiece:
     """In symbols. programs: of one piece, of the whole model or of each of this rank's stages. pieces: of the graphs
     that they are of. staging: of a pipeline."""
 
-    programs: tuple[RankProgram, ...]
+    programs: Sequence[RankProgram]
     pieces: int
     ends: CallEnds
     staging: Staging | None = None
@@ -216,6 +216,9 @@ class SizedPieces(SizedCode):
 
     def compiled(self, backend: str) -> SizedPieces:
         return SizedPieces(self.lowered, self.symbols, backend, self._compile_as)
+
+    def rank_program(self, numbers: Sequence[Any]) -> RankProgram:
+        return self.stages[0].program(numbers)
 
     def staging(self, numbers: Sequence[Any]) -> Staging | None:
         """Where the call meets the stages."""

@@ -34,17 +34,23 @@ _PARTS, _OWN = time_mesh(3), 1
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """The sizes of a call in numbers, and those of one piece of its batch. length: samples of the piece; start: samples
-    before it."""
+    """The sizes of a call in numbers, and those of one piece of its batch: length: samples of the piece, start: samples
+    before it. values: what symbols count as, each at least 2; a piece of a single sample has none for that."""
 
     call: tuple[int, ...]
     length: int
     start: int
+    values: tuple[int, ...]
 
-    @property
-    def values(self) -> tuple[int, ...]:
-        """What symbols count as, each at least 2; a piece of a single sample has none for that."""
-        return (*self.call, self.start + 2, *([self.length] if self.length > 1 else []))
+    @staticmethod
+    def of(call: Sequence[int], length: int, start: int) -> PieceSizes:
+        values = (*call, start + 2, *([length] if length > 1 else []))
+        return PieceSizes(tuple(call), length, start, values)
+
+    @staticmethod
+    def of_whole(call: Sequence[int]) -> PieceSizes:
+        """Of a batch that is not cut."""
+        return PieceSizes(tuple(call), 0, 0, tuple(call))
 
     def own(self, symbols: SizeSymbols) -> Span:
         """Where the piece begins and ends, in symbols that count as its values."""
@@ -72,7 +78,7 @@ class SizedCut:
         if batch < self.times.count:
             return None
         sizes = even_sizes(batch, self.times.count)
-        return [PieceSizes(tuple(call), n, sum(sizes[:place])) for place, n in enumerate(sizes)]
+        return [PieceSizes.of(call, n, sum(sizes[:place])) for place, n in enumerate(sizes)]
 
     def graph(self, joint: JointGraph, index: int, piece: PieceSizes, symbols: SizeSymbols) -> JointGraph:
         """Of a piece, in symbols that count as its values."""
