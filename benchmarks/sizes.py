@@ -128,7 +128,9 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sizes", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--plan", nargs="+", choices=["free", "DDP", "FSDP", *SPLITS, *PARTS], default=["free"])
+    parser.add_argument(
+        "--plan", nargs="+", choices=["free", "DDP", "FSDP", *SPLITS, *PARTS], default=["free"]
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--calls", type=int, default=20, help="sizes, each called twice")
     parser.add_argument("--dynamic", nargs="*", default=[])

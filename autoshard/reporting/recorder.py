@@ -16,9 +16,10 @@ from torch.profiler import record_function
 
 from autoshard.reporting.probe import Probed, TimedCompiler
 from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
-from autoshard.runtime.compiled_pieces import Compiler, PieceCode, PiecesOnRank, StepInPieces
+from autoshard.runtime.compiled_pieces import StepInPieces
 from autoshard.runtime.leaves import conform
 from autoshard.runtime.observe import InPieces, PhaseRun
+from autoshard.runtime.piece_code import Compiler, PieceCode, PiecesOnRank
 from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases

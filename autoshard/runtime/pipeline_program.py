@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.compiled_pieces import PiecesOnRank
 from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import StageClock, StepPart
+from autoshard.runtime.piece_code import PiecesOnRank
 from autoshard.runtime.pipeline_stage import (
     PipelineStage,
     StageOnRank,

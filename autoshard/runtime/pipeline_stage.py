@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.runtime.compiled_pieces import PiecesOnRank, PiecesRun
+from autoshard.runtime.compiled_pieces import PiecesRun
 from autoshard.runtime.observe import StageClock, timed
+from autoshard.runtime.piece_code import PiecesOnRank
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
 from passes.stages.stage_graph import Crossing, Leaf, StageEnds, StageGraph
 

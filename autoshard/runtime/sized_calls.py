@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -47,13 +47,14 @@ MOST_FAILURES = 2
 
 @dataclass
 class SizedCall:
-    """A call captured with symbols. guards: what its graph depends on in the model. failures: to make a program of it,
-    the same on all ranks."""
+    """A call captured with symbols. guards: what its graph depends on in the model. fixes: which of its sizes the model
+    fixes, as one that is unrolled over a sequence does. failures: to make a program of it, the same on all ranks."""
 
     names: SizeNames
     captured: Captured
     joint: SizedJoint
     guards: Guards
+    fixes: Sequence[bool]
     programs: list[SizedProgram] = field(default_factory=list)
     failures: int = 0
 
@@ -216,6 +217,8 @@ class SizedCalls:
             try:
                 found = self._with_symbols(model, names, known.first, shapes, capture)
                 known.sized.append(found[1].call)
+                # Other lengths of what is unrolled have graphs of their own, each for all batches.
+                known.attempts += any(found[1].call.fixes) and not all(found[1].call.fixes)
                 return found
             except Exception as error:  # whatever code says to a number that is a symbol
                 level = logging.DEBUG if plain is None else logging.WARNING
@@ -241,7 +244,8 @@ class SizedCalls:
         if replace(captured.call, key=before.call.key) != before.call:
             raise SizesLost("what the call returns or changes depends on them")
         joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-        sized = SizedCall(names, captured, joint, Guards(model, captured.reads))
+        fixes = symbolic.symbols.are_fixed
+        sized = SizedCall(names, captured, joint, Guards(model, captured.reads), fixes)
         found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found

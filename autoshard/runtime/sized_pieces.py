@@ -13,17 +13,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from autoshard.runtime.call_program import Around, CallProgram
-from autoshard.runtime.compiled_pieces import (
-    Compiler,
-    Like,
-    PieceCode,
-    PiecesOnRank,
-    PiecesRun,
-    call_gradients,
-    program_in_pieces,
-)
+from autoshard.runtime.compiled_pieces import PiecesRun, call_gradients, program_in_pieces
 from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds
+from autoshard.runtime.piece_code import Compiler, Like, PieceCode, PiecesOnRank
 from autoshard.runtime.pipeline_program import Staging, pipeline_gradients
 from autoshard.runtime.pipeline_stage import StageOnRank, StageRun
 from autoshard.runtime.process_groups import local_device

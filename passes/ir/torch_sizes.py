@@ -48,6 +48,11 @@ class SizeSymbols:
         pairs = zip(self._symbols, hints, strict=True)
         self.sizes: list[Any] = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
 
+    @property
+    def are_fixed(self) -> list[bool]:
+        """Whether each turned out to be always the same."""
+        return [not isinstance(fixed(size), SYMBOLIC) for size in self.sizes]
+
     def known(self) -> Iterator[Any]:
         """What holds of the sizes of a graph, in torch's expressions."""
         if self.env.deferred_runtime_asserts:
