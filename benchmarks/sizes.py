@@ -117,8 +117,8 @@ MODELS: Mapping[str, Model] = {
 SPLITS = {"sequence": (1, 1), "space": (2, 1)}
 """Plans whose inputs come split, and at which dim each."""
 PARTS: Mapping[str, Mapping[str, Any]] = {
-    "pieces": {"micro_batches": 3},
-    "stages": {"micro_batches": 3, "stages": "ranks"},
+    "pieces": {"micro_batches": 2},
+    "stages": {"micro_batches": 2, "stages": "ranks"},
 }
 """Plans in pieces of a batch, and in stages too."""
 
