@@ -3,17 +3,16 @@
 model = autoshard(model, mesh)
 """
 
-from autoshard.api import autoshard, is_tuned
+from autoshard.api import autoshard, is_tuned, random_state
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
 from autoshard.data.scatter import gather, scatter, weighted_mean
+from autoshard.neighborhood import halo_exchange
 from autoshard.plan.answer import Answer
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.planning import find_plan
-from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
-from autoshard.spatial import halo_exchange
 from autoshard.verification.verify_plan import VerifyReport, verify
 from autoshard.version import __version__
 from cost_model.errors import (

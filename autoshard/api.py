@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
     OptimizerLike,
-    check_batch,
     check_call_placements,
-    check_recompute,
+    check_choices,
     checked_dynamic,
     checked_micro_batches,
     checked_model,
     checked_race,
-    checked_tune,
     optimizer_name,
 )
 from autoshard.global_call import as_call
@@ -29,18 +27,17 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
 from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
-from autoshard.refine.refine import check_refine
 from autoshard.runtime.attachments import attach
+from autoshard.runtime.executable import SeedStream
 from autoshard.runtime.module import install
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import agree, collectively
-from cost_model.checked_arguments import checked_seconds, checked_share
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_seconds, checked_share
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import check_backend
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import random_state_kept
 
 
 @random_state_kept()
@@ -141,9 +138,7 @@ def autoshard(
         """All but the profile, where none is given: that is measured when everything else is right."""
         checked_model(model)
         check_backend(backend)
-        check_refine(refine)
-        check_recompute(recompute)
-        check_batch(batch)
+        check_choices(refine=refine, recompute=recompute, batch=batch, tune=tune)
         check_call_placements(in_placements, out_placements, spec)
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         ready = None if plan is None else given_plan(plan)
@@ -165,7 +160,7 @@ def autoshard(
             recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
             gap=checked_share(gap, "gap"),
-            tune=checked_tune(tune),
+            tune=tune,
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
             optimizer=named,
@@ -268,3 +263,18 @@ def _checked_mesh(mesh: DeviceMesh) -> MeshSpec:
             f"  try: torchrun --nproc-per-node {spec.device_count}, or a smaller mesh"
         )
     return spec
+
+
+def random_state(model: nn.Module) -> SeedStream:
+    """What dropout and other random ops of a parallel model draw next: `state_dict()`, `load_state_dict(state)`.
+
+    The same on every rank: each loads the same state, before the first call or after it.
+    Raises ShardingError for a model that `autoshard` did not make parallel.
+    """
+    session = Session.of(model) if isinstance(model, nn.Module) else None
+    if session is None:
+        raise ShardingError(
+            "model is not parallel, and its random numbers are torch's own\n"
+            "  try: model = autoshard(model, mesh) before, or torch.get_rng_state()"
+        )
+    return session.seeds

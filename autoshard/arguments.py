@@ -12,16 +12,28 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoshard.global_call import placement_leaves
-from cost_model.checked_arguments import checked_count, checked_path, is_whole, reject, shown
-from cost_model.errors import ProfileError, ShardingError
+from cost_model.errors import (
+    ProfileError,
+    ShardingError,
+    checked_count,
+    checked_path,
+    is_whole,
+    reject,
+    shown,
+)
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.ir.collector import live
+from passes.ir.process_state import live
 from passes.ir.size_names import check_size_names
 
 _DEVICES = ("cpu", "cuda")
-_RECOMPUTE, _BATCH = ("auto", "user"), ("global", "per_rank")
+_CHOICES = {
+    "refine": "'auto', or 'off' to plan with modelled prices alone",
+    "recompute": "'auto' or 'user'",
+    "batch": "'global' or 'per_rank'",
+    "tune": "'background', 'first' for all before the first step, or 'off'",
+}
 
 
 def checked_model(model: object) -> nn.Module:
@@ -132,24 +144,11 @@ def checked_race(race: object, planned: bool) -> int:
     return count
 
 
-def checked_tune(tune: object) -> str:
-    """ShardingError unless it says when the plan becomes the best there is."""
-    if tune not in ("background", "first", "off"):
-        choices = "'background', 'first' for all before the first step, or 'off'"
-        raise reject("tune", tune, choices)
-    return str(tune)
-
-
-def check_recompute(recompute: object) -> None:
-    """ShardingError unless it says who chooses what the backward computes again."""
-    if recompute not in _RECOMPUTE:
-        raise reject("recompute", recompute, " or ".join(map(repr, _RECOMPUTE)))
-
-
-def check_batch(batch: object) -> None:
-    """ShardingError unless it says whose the inputs are that a rank passes."""
-    if batch not in _BATCH:
-        raise reject("batch", batch, " or ".join(map(repr, _BATCH)))
+def check_choices(**given: object) -> None:
+    """ShardingError unless each argument is one of the words that it may be."""
+    for name, value in given.items():
+        if value not in _CHOICES[name].split("'")[1::2]:
+            raise reject(name, value, _CHOICES[name])
 
 
 def checked_dynamic(dynamic: object) -> tuple[str, ...]:

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.data.rank_sampler import member
 from autoshard.watching.agreement import agree, collectively, from_first
-from cost_model.checked_arguments import checked_count, checked_path
-from cost_model.errors import RankError, ShardingError
+from cost_model.errors import RankError, ShardingError, checked_count, checked_path
 
 _NAME = re.compile(r"step-([0-9]+)")
 _PARTIAL = ".partial"

@@ -6,6 +6,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +16,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.profiling.startup import nominal_profile
 from cost_model.memory import format_bytes, format_seconds
@@ -85,12 +94,10 @@ def demo_text() -> bytes:
     return "\n".join(topics.topics.values()).encode()
 
 
-def batches(
-    config: GPTConfig, batch: int, steps: int, seed: int = 0
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(config: GPTConfig, batch: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`steps` random (tokens, targets) of int64 [batch, context]; the same on every rank."""
     data = torch.frombuffer(bytearray(demo_text()), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     starts = torch.randint(len(data) - config.context - 1, (steps, batch), generator=generator)
     span = torch.arange(config.context)
     return [(data[s[:, None] + span], data[s[:, None] + span + 1]) for s in starts]
@@ -152,10 +159,8 @@ def run_demo(
             ranks, steps, backend, device, folder, "" if drawing is None else str(drawing.absolute())
         )
         mp.start_processes(_rank_main, args=(demo,), nprocs=ranks, start_method="spawn")
-        trained = {
-            name: Trained(**one)
-            for name, one in json.loads((Path(folder) / "trained.json").read_text()).items()
-        }
+        found = json.loads((Path(folder) / "trained.json").read_text())
+        trained = {name: Trained(**one) for name, one in found.items()}
         plan, text = (Path(folder) / "plan.txt").read_text(), (Path(folder) / "graph.txt").read_text()
     print("\n".join(_report({"one process": alone, **trained})))
     worst = max(abs(a - b) / abs(a) for a, b in zip(alone.losses, trained["autoshard"].losses, strict=True))
@@ -230,7 +235,6 @@ def _rank_main(rank: int, demo: DemoRun) -> None:
 def _train_rank(demo: DemoRun) -> None:
     """What rank 0 measured, for the process that started the ranks."""
     from autoshard.api import autoshard
-    from autoshard.demo_rivals import RIVALS
 
     mesh = init_device_mesh(demo.device, (demo.ranks,), mesh_dim_names=("ranks",))
     trained: dict[str, Trained] = {}
@@ -244,15 +248,8 @@ def _train_rank(demo: DemoRun) -> None:
     model = _model(demo.device)
     example = tuple(tensor.to(demo.device) for tensor in batches(_CONFIG, _BATCH, 1)[0])
     # Nominal prices: the demo shows the same plan everywhere, and measures nothing before its steps.
-    autoshard(
-        model,
-        mesh,
-        example,
-        backend=demo.backend,
-        profile=nominal_profile(demo.device),
-        tune="first",
-        refine="off",
-    )
+    prices = nominal_profile(demo.device)
+    autoshard(model, mesh, example, backend=demo.backend, profile=prices, tune="first", refine="off")
     trained["autoshard"] = _train(model, demo.steps, demo.device)
     if dist.get_rank() == 0:
         plan, folder = cast("Plan", model.autoshard_plan), Path(demo.folder)
@@ -265,8 +262,39 @@ def _train_rank(demo: DemoRun) -> None:
 
 def _state_bytes(model: nn.Module) -> int:
     """Bytes of this rank's parameter shards with gradient and AdamW's two states."""
-    total = 0
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        total += 4 * local.numel() * local.element_size()
-    return total
+    held = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return sum(4 * local.nbytes for local in held)
+
+
+Make = Callable[[nn.Module, DeviceMesh], nn.Module]
+"""Makes the demo's GPT parallel, in place."""
+
+
+def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in cast(Any, model.blocks):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Megatron's: attention by heads, the MLP by columns and rows; all else on every rank."""
+    column, row = ("query_key_value", "up"), ("projection", "down")
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in column}
+    plan |= {name: RowwiseParallel() for name in row}
+    for block in cast(Any, model.blocks):
+        parallelize_module(block, mesh, plan)
+        block.heads //= mesh.size()  # a rank sees its own
+    return model
+
+
+RIVALS: dict[str, tuple[Make, bool]] = {
+    "DDP": (data_parallel, True),
+    "FSDP2": (fully_sharded, True),
+    "tensor parallel by hand": (tensor_parallel, False),
+}
+"""Name -> how the model is made parallel, and whether each rank passes a part of the batch."""

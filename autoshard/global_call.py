@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cost_model.checked_arguments import shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, shown
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.capture.call import flatten_call, number_indices, tensor_names, tensor_paths
@@ -278,7 +277,7 @@ def _values(captured: Captured) -> dict[int, torch.Tensor]:
     joint, numbers = captured.joint, number_indices(captured.call.outputs)
     return {
         spec.index: result.meta["val"]
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        for spec, result in joint.returned
         if spec.kind == "output" and result is not None and spec.index not in numbers
     }
 

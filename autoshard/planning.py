@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.cuda import nccl
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.arguments import (
     OptimizerLike,
     check_autocast,
-    check_batch,
     check_call_placements,
+    check_choices,
     check_device,
     check_profile_kind,
-    check_recompute,
     checked_micro_batches,
     checked_model,
     optimizer_name,
@@ -33,10 +34,11 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
-from autoshard.refine.refine import check_refine, may_refine, shared_refined_plan
-from cost_model.checked_arguments import checked_seconds, checked_share
+from autoshard.refine.refine import may_refine, shared_refined_plan
 from cost_model.deadline import Deadline
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_seconds, checked_share
+from cost_model.measure.measure import check_device_type
+from cost_model.measure.sampling import check_world
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -44,8 +46,7 @@ from passes.canonicalize import canonicalize
 from passes.capture import Captured, capture
 from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
-from passes.ir.collector import collector_paused
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import collector_paused, random_state_kept
 from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
 
 ProfileLike = Profile | str | os.PathLike[str] | None
@@ -149,9 +150,7 @@ def find_plan(
     spec = mesh_spec(mesh)
     checked_model(model)
     check_backend(backend)
-    check_refine(refine)
-    check_recompute(recompute)
-    check_batch(batch)
+    check_choices(refine=refine, recompute=recompute, batch=batch)
     pieces = checked_micro_batches(micro_batches)
     staged = checked_stages(stages, spec)
     only = checked_schedule(schedule, staged)
@@ -240,3 +239,56 @@ def canonical_capture(
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter by every name it has: tied ones appear under all of them."""
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+@contextmanager
+def started_mesh(axes: Mapping[str, int] | None, device_type: str) -> Generator[DeviceMesh]:
+    """A mesh over all started processes, one device each; a process group made here ends with the block.
+
+    axes: names and sizes; None: one axis "ranks". Without torchrun this process is the only rank.
+    On GPUs a process takes that of its LOCAL_RANK, unless it has joined a process group before.
+    Raises ShardingError for devices that are not there, and for a mesh of more or fewer devices than processes.
+    """
+    joined = dist.is_initialized()
+    world = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+    spec = MeshSpec({"ranks": world} if axes is None else axes, device_type)
+    check_device_type(device_type)
+    check_world(spec, world)
+    if not joined:
+        _join(device_type)
+    try:
+        yield init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
+    finally:
+        if not joined:
+            dist.destroy_process_group()
+
+
+def _join(device_type: str) -> None:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        ask_for_host_order()
+        options = {"backend": "nccl", "device_id": device}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
+
+
+_HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+def in_host_order() -> bool:
+    """Whether NCCL runs the kernels of several communicators of a GPU in the order in which the host issued them.
+
+    Then they may be in flight together, since every rank issues in one order. [NCCL user guide, "Using
+    multiple NCCL communicators concurrently"; since NCCL 2.26]
+    """
+    if os.environ.get(_HOST_ORDER, "0") in ("", "0") or not torch.cuda.is_available():
+        return False
+    return nccl.version()[:2] >= (2, 26)
+
+
+def ask_for_host_order() -> None:
+    """For scripts of our own, before the process group is made: NCCL reads its environment once."""
+    os.environ.setdefault(_HOST_ORDER, "1")

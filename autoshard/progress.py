@@ -21,18 +21,13 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from cost_model.cache_files import cache_folder, write_whole
-from cost_model.checked_arguments import read_json
-from cost_model.errors import PlanError
+from cost_model.errors import PlanError, read_json
 
 _log = logging.getLogger("autoshard")
 
 _SILENT_SECONDS = 1.0
 _LINES_SECONDS = 10.0
 """Between two lines of a log."""
-_TICK_SECONDS = 0.5
-_MOST_KEPT = 500
-_ALIKE = 2.0
-"""The most by which the last two times of a stage differ where a third is expected to be the same."""
 
 
 Say = Callable[[str], None]
@@ -119,7 +114,7 @@ def _bar(stage: str, expected: float | None) -> tuple[Tell, float]:
         bar.bar_format = (plain if late else known) + said.replace("{", "").replace("}", "")
         bar.close() if ended else bar.refresh()
 
-    return tell, _TICK_SECONDS
+    return tell, 0.5
 
 
 def _line(stage: str, expected: float | None) -> Tell:
@@ -147,13 +142,14 @@ _Times = Annotated[list[Annotated[float, Meta(ge=0, lt=1e6)]], Meta(max_length=2
 
 
 def _expected(times: list[float]) -> float | None:
-    return times[-1] if len(times) == 2 and max(times) <= _ALIKE * min(times) else None
+    # The most by which the last two times of a stage differ where a third is expected to be the same.
+    return times[-1] if len(times) == 2 and max(times) <= 2.0 * min(times) else None
 
 
 def _keep(path: Path, name: str, seconds: float) -> None:
     known = _known(path)
     last = known.pop(name, [])[-1:]  # what ran last stands last, and stays longest
-    kept = [*known.items(), (name, [*last, round(seconds, 1)])][-_MOST_KEPT:]
+    kept = [*known.items(), (name, [*last, round(seconds, 1)])][-500:]
     try:
         write_whole(path, json.dumps(dict(kept), indent=1))
     except OSError as error:

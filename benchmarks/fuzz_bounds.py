@@ -44,8 +44,8 @@ from cost_model.errors import ShardingError
 from passes.layout.layout import Layout
 from passes.search.find import Found
 from passes.search.judged_choice import counted_seconds
-from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
+from passes.search.search_terms import Narrowing
 from passes.search.strategy_space import build_space
 
 __all__ = ["NEEDS", "Examined", "examined"]

@@ -31,9 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard
 from autoshard.demo import GPT, GPTConfig, batches
+from autoshard.planning import started_mesh
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
-from autoshard.started_mesh import started_mesh
 from benchmarks.gpu_memory import within_limits
 from benchmarks.gpu_prediction import MODELS, compared
 from benchmarks.step_time import Trainer, in_turns

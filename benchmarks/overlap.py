@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture, find_plan
 from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for

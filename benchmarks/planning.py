@@ -32,7 +32,7 @@ import torch
 
 from autoshard import MeshSpec, Profile, find_plan
 from autoshard.cli import parse_mesh
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes
@@ -43,8 +43,8 @@ from passes.plan.decide import decide
 from passes.plan.describe import graph_hash
 from passes.predict.predict_step import predicted_step
 from passes.search.agree import first_overlaps
-from passes.search.graph_ends import boundary_of
 from passes.search.overlapped import solve_overlapped
+from passes.search.search_terms import boundary_of
 from passes.search.strategy_space import build_space
 from passes.simulate.lockstep import simulated_groups
 

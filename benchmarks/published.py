@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.plan.plan_prices import plan_reserve, prices_of
+from autoshard.plan.judged import plan_reserve, prices_of
 from autoshard.planning import canonical_capture
 from benchmarks.llama3 import LLAMAS, selective
 from benchmarks.mpt import SIZES
@@ -38,7 +38,7 @@ from passes.micro_batches.cut_batch import cut_batch
 from passes.plan.decide import decide
 from passes.predict.predict_step import predicted_step
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
+from passes.search.search_terms import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.traffic import uncompiled_traffic
@@ -90,7 +90,7 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> ByHand:
     shard = [Shard(0)]
     pins = {
         spec.name: placements_to_layout(shard, tuple(node_value(node).shape), mesh, what=spec.name)
-        for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
+        for node, spec in joint.given
         if spec.kind == "param"
     }
     batch = placements_to_layout(shard, (row.micro_batch * row.gpus, row.sequence), mesh, what="tokens")

@@ -12,10 +12,8 @@ from benchmarks.published_rows import Row
 from cost_model.compute import ComputePrices
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_collect, is_use
-from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
-from passes.layout.layout import Layout
-from passes.predict.memory_record import MemoryWalk
-from passes.predict.predict_step import Prediction
+from passes.layout.layout import Assignment, FactorSplit, Layout, NodeLayouts
+from passes.predict.prediction import MemoryWalk, Prediction
 from passes.strategies.prices import Prices
 
 __all__ = ["as_fsdp_holds", "as_fsdp_moves", "as_fsdp_sends", "beside", "model_of"]

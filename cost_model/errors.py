@@ -1,4 +1,21 @@
-"""Every error that autoshard raises on purpose. All derive from `AutoshardError`."""
+"""Every error that autoshard raises on purpose, and what users give: arguments of public functions, texts, JSON files.
+Each mistake is an error of ours that names it. All derive from `AutoshardError`.
+
+Python's reader of JSON accepts things that our writers never make; they are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+from collections import Counter
+from numbers import Integral
+from pathlib import Path
+from typing import Annotated, Any, TypeGuard
+
+from msgspec import Meta
 
 
 class AutoshardError(Exception):
@@ -34,3 +51,155 @@ class RankError(AutoshardError):
 
     No ValueError, as errors of arguments and files are: an `except ValueError` that skips a batch must not take it.
     """
+
+
+_SHORT = reprlib.Repr()
+
+
+def reject(argument: str, value: object, remedy: str) -> ShardingError:
+    """The error for a value of the wrong kind. A long value is cut, because it may be a whole tensor."""
+    return ShardingError(f"{argument} is {shown(value)}\n  try: {remedy}")
+
+
+def shown(value: object) -> str:
+    """A value in a message. Numbers, text and short lists are shown as written, all else by its type."""
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return _SHORT.repr(value)  # it does not recurse into what is nested deep
+        except ValueError:  # an integer that Python refuses to write
+            return f"a {type(value).__name__}"
+    text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
+    if isinstance(value, int) and abs(value) < 10**40:  # Python refuses to write the longest
+        text = repr(value)
+    return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def checked_seconds(value: object, argument: str) -> float:
+    """A time above zero, which may be infinite."""
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not (0 < value < 2**63 or value == math.inf)
+    ):
+        raise reject(argument, value, "a number of seconds above zero")
+    return float(value)
+
+
+def checked_share(value: object, argument: str) -> float:
+    """A share, from 0 to 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+        raise reject(argument, value, "a share from 0 to 1, such as 0.01")
+    return float(value)
+
+
+def is_whole(value: object) -> TypeGuard[Integral]:
+    """Whether it is an integer, Python's or numpy's; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def checked_count(value: object, argument: str, least: int = 0) -> int:
+    """An integer of at least `least`."""
+    if is_whole(value) and least <= (count := int(value)) < 2**63:
+        return count
+    raise reject(argument, value, f"an integer, at least {least}")
+
+
+def checked_path(value: object, argument: str, error: type[AutoshardError] = ShardingError) -> Path:
+    """A path that can name a file; `error` for anything else."""
+    try:
+        path = Path(os.fspath(value))  # type: ignore[arg-type]
+        str(path).encode("utf-8")
+    except (TypeError, UnicodeEncodeError):
+        raise error(f"{argument} is {shown(value)}\n  try: a file's path") from None
+    if "\0" in str(path):
+        raise error(f"{argument} is {shown(value)}, which holds a zero character\n  try: a file's path")
+    return path
+
+
+def checked_flag(value: object, argument: str) -> bool:
+    if not isinstance(value, bool):
+        raise reject(argument, value, "True or False")
+    return value
+
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e30)]
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$"
+Text = Annotated[str, Meta(pattern=PRINTABLE, max_length=20_000)]
+"""What may be printed, and written to any format that a plan is drawn in."""
+Word = Annotated[str, Meta(pattern=r"^\w+$", max_length=200)]
+
+MOST_DIGITS = 18
+
+
+def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
+    """The data of a JSON text. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is
+    nested deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
+    try:
+        data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=parse_integer)
+        if "\\ud" in text.lower():  # half of a character: no file can hold it
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
+    except json.JSONDecodeError as cause:
+        problem = f"not JSON: {cause.msg}, line {cause.lineno} column {cause.colno}"
+    except UnicodeEncodeError:
+        problem = "damaged: a text in it is no UTF-8"
+    except RecursionError:
+        problem = "not JSON of ours: nested too deep"
+    except _RepeatedError as cause:
+        problem = f"damaged: the name {str(cause)[:60]!r} stands twice in one object"
+    raise error(f"{where}: {problem}\n  try: the file as it was written, or make it again")
+
+
+class _RepeatedError(Exception):
+    pass
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise _RepeatedError(next(name for name, count in counts.items() if count > 1))
+    return found
+
+
+def parse_integer(digits: str) -> int | float:
+    return int(digits) if len(digits.lstrip("-")) <= MOST_DIGITS else float(digits)
+
+
+MOST_BYTES = 2**27
+"""The most of a file that is read. No plan or profile is so large; what is wrong with one was said after minutes."""
+
+
+def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
+    """The file's text. `error`, naming it, if it cannot be read, is not UTF-8 or is larger than `MOST_BYTES`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise error(
+                f"{str(path)!r} is no {what}: it has more than {MOST_BYTES >> 20} MiB\n"
+                "  try: the file as it was written"
+            )
+        return data.decode("utf-8")
+    except OSError as cause:
+        raise error(
+            f"cannot read {what} {str(path)!r}: {cause.strerror}\n  try: a path that exists"
+        ) from None
+    except UnicodeDecodeError as cause:
+        raise error(
+            f"{str(path)!r} is no {what}: not UTF-8 ({cause.reason})\n  try: the file as it was written"
+        ) from None
+
+
+def read_json(path: Path, what: str, error: type[AutoshardError]) -> Any:
+    """The data of a JSON file. `error`, naming the file, for whatever is wrong with it."""
+    return parse_json(read_text(path, what, error), repr(str(path)), error)
+
+
+def write_text(path: Path, text: str, what: str, error: type[AutoshardError]) -> None:
+    """`error`, naming the file, if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as cause:
+        raise error(f"cannot write {what} {str(path)!r}: {cause.strerror}\n  try: another path") from None

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from cost_model.checked_arguments import shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, shown
 from cost_model.groups import group_ranks, group_shape
 from cost_model.mesh import MeshSpec
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cost_model.checked_arguments import checked_count, reject
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_count, reject
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from cost_model.checked_arguments import checked_path, parse_json, shown, write_text
-from cost_model.errors import ProfileError
+from cost_model.errors import ProfileError, checked_path, parse_json, shown, write_text
 from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel, Positive
 from cost_model.profile_check import check_profile
 

@@ -15,10 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from autoshard.data.rank_sampler import BatchPart, Sizes, inner_spans
-from cost_model.checked_arguments import reject
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject
 from cost_model.mesh import MeshSpec
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import random_state_kept
 from passes.layout.layout import Span
 
 Slices = tuple[slice, ...]

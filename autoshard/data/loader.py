@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from autoshard.data.batches import PartReader, as_it_is, batch_reader
 from autoshard.data.rank_sampler import BatchSplit, PartSampler, Sizes, batch_axes, checked_sizes, member
 from autoshard.watching.agreement import agree, collectively
-from cost_model.checked_arguments import checked_count, checked_flag, is_whole, reject, shown
-from cost_model.errors import PlanError, ShardingError
+from cost_model.errors import PlanError, ShardingError, checked_count, checked_flag, is_whole, reject, shown
 from cost_model.mesh import MeshSpec
 
 

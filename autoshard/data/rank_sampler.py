@@ -15,8 +15,7 @@ from torch.utils.data import Sampler
 
 from autoshard.global_call import as_call, leaf_names, matched_placements, placement_leaves
 from autoshard.planning import mesh_spec
-from cost_model.checked_arguments import checked_count, reject
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_count, reject
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, nested_sizes
 from passes.layout.placements import placements_to_layout

@@ -26,8 +26,7 @@ from autoshard.global_call import as_placements, joined
 from autoshard.runtime.process_groups import local_device, whole_group
 from autoshard.runtime.sharding import shard_of
 from autoshard.watching.agreement import agree, collectively, everyones
-from cost_model.checked_arguments import reject, shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject, shown
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 

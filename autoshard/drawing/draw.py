@@ -25,8 +25,7 @@ from autoshard.drawing.timeline_svg import (
     trace_json,
 )
 from autoshard.plan.plan_graph import collectives, colour, price
-from cost_model.checked_arguments import checked_path, write_text
-from cost_model.errors import PlanError
+from cost_model.errors import PlanError, checked_path, write_text
 from cost_model.memory import format_seconds
 from passes.stages.pipeline_timeline import PipelineTimeline
 

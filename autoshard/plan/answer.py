@@ -17,12 +17,12 @@ from autoshard.plan.correcting import Program
 from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.search_with_states import bounded
-from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
+from cost_model.errors import reject
 from cost_model.memory import format_seconds
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
+from passes.layout.layout import Assignment
 from passes.search.find import Found
 from passes.solver.solve import ROUNDING
 from passes.strategies.prices import Prices

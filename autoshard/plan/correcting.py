@@ -17,20 +17,13 @@ from passes.ir.joint import JointGraph
 from passes.search.corrected_rows import Held
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing
 from passes.states.compute_again import compute_again
 
-_STATES_SHARE = 0.5
-"""Share of the time left in which states must be chosen, each time."""
 _ROUNDS = 8
 """How often states are chosen, at most."""
 _ROUGH = 0.1
 """Relative gap at which the first are good enough: what they hold and take is not known yet."""
-_MORE, _RAISE, _FURTHEST = 1e-3, 1.05, 1.5
-"""Where no states fit as counted: share by which the next room is larger than the least that any need, and than the
-room before; and the largest, of the limit."""
-_LESS = 0.02
-"""Share of the limit by which the room is less, at least, where a program does not fit that is counted as one is."""
 _PATIENCE = 2
 """How many programs in a row may be no faster, once one fits."""
 _WORTH = 0.01
@@ -138,7 +131,9 @@ class Correcting:
             # Counted as a program is, these fitted, and their own program does not.
             over = 0 if found is None else self.needs(found) - self.limit
             if number > 0 and (over > 0 or self.best is None):
-                less += max(over, int(_LESS * self.limit))
+                # Share of the limit by which the room is less, at least, where a program does not
+                # fit that is counted as one is.
+                less += max(over, int(0.02 * self.limit))
             if found is not None:
                 room = self.limit - self.reserve(found)
 
@@ -148,7 +143,9 @@ class Correcting:
 
     def _round(self, room: int, gap: float) -> Found | None:
         """The plan of states for a room, by which others are counted from then on; None: there are none worth it."""
-        furthest = _FURTHEST * self.limit if self.best is None else 0.0
+        # Where no states fit as counted: share by which the next room is larger than the least that any
+        # need, and than the room before; and the largest, of the limit.
+        furthest = 1.5 * self.limit if self.best is None else 0.0
         states = self._states(self.offered, room, furthest, gap)
         if gap > ENOUGH and states.seconds >= self.faster:
             states = self._states(self.offered, room, furthest, ENOUGH)
@@ -169,7 +166,8 @@ class Correcting:
         holds."""
         limit, self.tight = (self.limit, self.reserve(None)), False
         while True:
-            latest = self.deadline.share(_STATES_SHARE)
+            # Share of the time left in which states must be chosen, each time.
+            latest = self.deadline.share(0.5)
             try:
                 states = offered.find(room=room, limit=limit, deadline=latest, gap=gap, known=self.faster)
                 self.cut_short = latest.left <= 0.0
@@ -177,7 +175,7 @@ class Correcting:
             except NoStates as refused:
                 if not self.judged:
                     self.refused = self.refused or refused
-                larger = max(int(refused.least * (1.0 + _MORE)), int(room * _RAISE) if self.tight else 0)
+                larger = max(int(refused.least * (1.0 + 1e-3)), int(room * 1.05) if self.tight else 0)
                 if not room < larger <= furthest:
                     raise
                 room, self.tight = larger, True

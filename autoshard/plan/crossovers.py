@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.plan.families import Again, Variant
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import words_apart
-from cost_model.checked_arguments import reject
+from cost_model.errors import reject
 from cost_model.groups import mesh_occupancies
 from cost_model.memory import format_bytes, format_seconds
 from passes.ir.size_names import size_named

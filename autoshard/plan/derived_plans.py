@@ -10,12 +10,11 @@ from msgspec import structs
 from torch import fx
 
 from autoshard.plan.infeasible import out_of_time, search_until
-from autoshard.plan.judged import Judged, judged
+from autoshard.plan.judged import Judged, judged, prices_as_in
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_content import Rehearsed, of_stages, pace_of
 from autoshard.plan.plan_ends import parameter_shapes
-from autoshard.plan.plan_prices import prices_as_in
 from autoshard.plan.plan_stages import pipeline_plan
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, orders_of
@@ -23,14 +22,13 @@ from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, plan_of, search_plan
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, OperandRecord
 from passes.search.find import find_assignment
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing
 from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
 from passes.states.compute_again import compute_again

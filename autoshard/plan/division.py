@@ -11,9 +11,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import Candidate, by_prediction, cached_candidates, cached_search, with_first
 from autoshard.plan.plan_stages import check_stages, plan_stages
 from autoshard.plan.task import Task, search_plan
-from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError, ShardingError
+from cost_model.errors import InfeasibleError, ShardingError, reject
 from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS

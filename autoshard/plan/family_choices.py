@@ -14,9 +14,8 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_product
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
-from passes.search.narrowing import Choose, Narrowing
+from passes.layout.layout import Layout, NodeLayouts
+from passes.search.search_terms import Choose, Narrowing
 
 _Wish = Callable[[NodeLayouts], bool]
 
@@ -151,8 +150,7 @@ def _splits(layout: Layout, axis: str, dims: Sequence[int] | None) -> bool:
 
 
 def _parameters(joint: JointGraph) -> list[fx.Node]:
-    ends = zip(joint.placeholders, joint.inputs, strict=True)
-    return [node for node, spec in ends if spec.kind == "param"]
+    return [node for node, spec in joint.given if spec.kind == "param"]
 
 
 def _reads(joint: JointGraph) -> Iterator[_Read]:

@@ -14,15 +14,12 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
-from passes.predict.memory_record import LiveValue, MemoryWalk
+from passes.predict.prediction import LiveValue, MemoryWalk
 from passes.search.find import Found
 
-_DOUBLINGS = 6
-"""An axis is not said to be enough that had to be more than 64 times as long."""
 _WORTH = 0.05
 """Share of what is missing that a pin must hold to be named."""
 _OF_A_PARAMETER = ("parameters", "optimizer", "gradients")
@@ -100,9 +97,12 @@ class _Case:
     @cached_property
     def given(self) -> Mapping[str, Layout]:
         """Of parameters and inputs, by name."""
-        ends = zip(self.asked.joint.placeholders, self.asked.joint.inputs, strict=True)
         held = self.assignment
-        return {spec.name: held[node.name].results[0] for node, spec in ends if spec.kind != "tangent"}
+        return {
+            spec.name: held[node.name].results[0]
+            for node, spec in self.asked.joint.given
+            if spec.kind != "tangent"
+        }
 
     @cached_property
     def splits(self) -> Mapping[str, float]:
@@ -196,7 +196,8 @@ def _enough(axis: str, case: _Case) -> tuple[int, int]:
     """(how many times as long it must be, bytes then): what is split over it shrinks as it grows."""
     shares = [(value.nbytes, _split_share(value, axis, case)) for value in case.alive]
     times, left = 1, case.walk.peak.nbytes
-    while times < 2**_DOUBLINGS and left > case.room:
+    # An axis is not said to be enough that had to be more than 64 times as long.
+    while times < 2**6 and left > case.room:
         times *= 2
         left = math.ceil(sum(nbytes * (1.0 - share + share / times) for nbytes, share in shares))
     return times, left
@@ -223,14 +224,12 @@ def too_much(limit: int, found: Found) -> InfeasibleError:
     )
 
 
-_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
-"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
-
-
 def search_until(joint: JointGraph, deadline: Deadline) -> Deadline:
     """What is decided and predicted after the search takes its time, too: it grows with the graph."""
-    after = _SECONDS_A_NODE * len(joint.graph.nodes)
-    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
+    # Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at
+    # most.
+    after = 2e-3 * len(joint.graph.nodes)
+    return deadline.earlier(min(after, 0.25 * max(0.0, deadline.left)))
 
 
 def out_of_time(mesh: MeshSpec, time_limit: float, over: tuple[int, int] | None = None) -> InfeasibleError:

@@ -100,10 +100,6 @@ _log = logging.getLogger("autoshard")
 
 _COUNTS = (4, 16)
 """Pieces of a head. Few more take little longer, and every search for one that does not fit takes its time."""
-_FEWEST = 2
-"""Where it cannot be cut so often."""
-_WHOLE_SHARE = 0.5
-"""Share of the time in which the model as it is must be found to fit, where its head can be cut."""
 
 T = TypeVar("T")
 
@@ -133,7 +129,8 @@ def fitting(
     joint = captured.joint
     if memory_limit is None or joint.head_pieces > 1 or not trains(joint) or not may_have_head(joint):
         return planned(captured, deadline)
-    half = deadline.share(_WHOLE_SHARE)
+    # Share of the time in which the model as it is must be found to fit, where its head can be cut.
+    half = deadline.share(0.5)
     try:
         return planned(captured, half)
     except Uncut:
@@ -166,5 +163,6 @@ def _cuts(captured: Captured) -> Iterator[Captured]:
             if count > _COUNTS[0]:
                 return
             with suppress(Uncut):
-                yield cut_call_head(captured, _FEWEST)
+                # Where it cannot be cut so often.
+                yield cut_call_head(captured, 2)
             return

@@ -17,8 +17,7 @@ from autoshard.plan.micro_batches import cut_call, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
 from autoshard.plan.task import Task
-from cost_model.checked_arguments import reject
-from cost_model.errors import InfeasibleError, PlanError
+from cost_model.errors import InfeasibleError, PlanError, reject
 from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
@@ -33,9 +32,6 @@ Capture = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured]
 _log = logging.getLogger("autoshard")
 
 Shapes = tuple[tuple[int, ...], ...]
-
-_KEPT = 16
-"""Graphs of other sizes that are kept, for the next question."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,8 @@ class OtherSizes:
                 )
             self.known[self.shapes] = own
         if shapes not in self.known:
-            if len(self.known) >= _KEPT:
+            # Graphs of other sizes that are kept, for the next question.
+            if len(self.known) >= 16:
                 self.known.pop(list(self.known)[1])
             self.known[shapes] = self._capture(shapes)
         return self.known[shapes]

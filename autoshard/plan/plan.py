@@ -20,17 +20,16 @@ from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_pr
 from autoshard.plan.plan_content import of_stages
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_questions import PlanQuestions
 from autoshard.plan.plan_summary import plan_summary
-from cost_model.checked_arguments import checked_flag, checked_path, read_json, reject
-from cost_model.errors import PlanError
+from autoshard.plan.why_not import PlanQuestions
+from cost_model.errors import PlanError, checked_flag, checked_path, read_json, reject
 from cost_model.memory import communicators
 from passes.ir.joint import JointGraph
 from passes.layout.placements import layout_to_placements
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places
-from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
 from passes.plan.planned_graph import PlannedGraph
+from passes.plan.transfers import differences, graph_problems
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from passes.states.compute_again import compute_again

@@ -22,9 +22,8 @@ from autoshard.plan.plan_content import pace_of
 from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.why_not import is_of_family
 from cost_model.cache_files import cache_folder, code_fingerprint, keep_file
-from cost_model.checked_arguments import read_json
 from cost_model.deadline import Deadline
-from cost_model.errors import AutoshardError, InfeasibleError, PlanError
+from cost_model.errors import AutoshardError, InfeasibleError, PlanError, read_json
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.states.offers import users_choice

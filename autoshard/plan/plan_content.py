@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from autoshard.version import __version__
-from cost_model.checked_arguments import Count, Seconds, Text
+from cost_model.errors import Count, Seconds, Text
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
@@ -22,7 +22,7 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 from passes.plan.planned_graph import Collective, NodeRecord, PlannedGraph
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.search.search_space import ALIKE
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline

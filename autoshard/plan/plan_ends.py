@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +13,18 @@ from torch.distributed.tensor import Placement
 
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline
-from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import first_of_each_size, layouts_like
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord
 from passes.search.find import find_assignment
-from passes.search.graph_ends import Boundary
+from passes.search.search_terms import Boundary
 from passes.states.compute_again import compute_again, copies_in
 from passes.strategies.prices import Prices
 
@@ -108,13 +106,7 @@ def _no_match(pattern: str, parameters: Mapping[str, torch.Tensor]) -> str:
 
 def parameter_shapes(captured: Captured) -> dict[str, torch.Tensor]:
     """Every parameter name, tied ones included, to a tensor of its shape."""
-    joint = captured.joint
-    found: dict[str, torch.Tensor] = {}
-    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
-        if spec.kind == "param":
-            for name in (spec.name, *captured.aliases.get(spec.name, ())):
-                found[name] = node.meta["val"]
-    return found
+    return {name: node.meta["val"] for name, node in _by_every_name(captured.joint, captured)}
 
 
 def by_first_name(pins: Mapping[str, Layout], captured: Captured) -> dict[str, Layout]:
@@ -133,12 +125,13 @@ def by_first_name(pins: Mapping[str, Layout], captured: Captured) -> dict[str, L
 
 def parameter_layouts(joint: JointGraph, assignment: Assignment, captured: Captured) -> dict[str, Layout]:
     """By every name that a parameter has."""
-    layouts: dict[str, Layout] = {}
-    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
+    return {name: assignment[node.name].results[0] for name, node in _by_every_name(joint, captured)}
+
+
+def _by_every_name(joint: JointGraph, captured: Captured) -> Iterator[tuple[str, fx.Node]]:
+    for node, spec in joint.given:
         if spec.kind == "param":
-            for name in (spec.name, *captured.aliases.get(spec.name, ())):
-                layouts[name] = assignment[node.name].results[0]
-    return layouts
+            yield from ((name, node) for name in (spec.name, *captured.aliases.get(spec.name, ())))
 
 
 def output_layouts(joint: JointGraph, assignment: Assignment) -> dict[int, Layout | None]:

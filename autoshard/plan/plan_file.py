@@ -15,8 +15,7 @@ from msgspec import Struct, structs
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import MemoryTimeline
-from cost_model.checked_arguments import MOST_BYTES, PRINTABLE, checked_path, write_text
-from cost_model.errors import PlanError
+from cost_model.errors import MOST_BYTES, PRINTABLE, PlanError, checked_path, write_text
 from cost_model.mesh import MeshSpec
 
 SCHEMA_VERSION = 5

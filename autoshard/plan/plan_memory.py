@@ -11,10 +11,9 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from cost_model.checked_arguments import Count, Text
+from cost_model.errors import Count, Text
 from cost_model.memory import format_bytes
-from passes.predict.memory_kinds import KINDS, Kind
-from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
+from passes.predict.prediction import KINDS, Kind, LiveValue, MemoryStep, MemoryWalk
 
 Content = TypeVar("Content", bound=Hashable)
 

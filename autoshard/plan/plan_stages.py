@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from autoshard.plan.answer import Answer
+from autoshard.plan.judged import plan_reserve
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.plan_content import Part, PlanOrigin
-from autoshard.plan.plan_prices import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_search import WORTH, StageSearch

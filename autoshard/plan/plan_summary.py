@@ -16,8 +16,6 @@ _MOST = 0.5
 """Share of weights, or of the elements of activations, from which on an axis is named after what it does with them."""
 _SOME = 0.1
 """Share from which on it is said as well."""
-_PROVEN = 0.0005
-"""Gap below which the plan is said to be optimal: what one decimal shows."""
 _ROUTED = ("routed_mm", "routed_outer")
 _WINDOWED = ("aten.convolution", "neighborhood_attention")
 
@@ -74,7 +72,8 @@ def _proof(plan: PlanContent) -> str:
     if plan.lower_bound <= 0.0:
         return "not known: the search ended before it had a bound"
     limited = plan.memory_limit is not None
-    if plan.gap < _PROVEN:
+    # Gap below which the plan is said to be optimal: what one decimal shows.
+    if plan.gap < 0.0005:
         return f"{'as fast as without a limit' if limited else 'optimal'} under these prices"
     of = "the fastest plan without a limit" if limited else "optimal"
     return f"within {plan.gap:.1%} of {of} under these prices (bound {format_seconds(plan.lower_bound)})"

@@ -19,8 +19,7 @@ from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import none_together
 from passes.search.find import Found
 from passes.search.find_states import States
-from passes.search.graph_ends import Boundary
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Boundary, Narrowing
 from passes.solver.solve import ROUNDING
 
 
@@ -82,16 +81,6 @@ class KnownWholes:
 
 _WORTH = 0.02
 """Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
-_SAVED = 1e-2
-"""Share of the time that the second way must be able to save to be searched."""
-_SAVED_AGAIN = 2e-2
-"""The same, for programs of its states: they take what was counted or more."""
-_FAMILIES_SHARE = 0.25
-"""Of the time left, for plans of families."""
-LITTLE = 0.01
-"""Share of the time that less in transfers may cost for no other states to be searched."""
-_MOVED = 0.25
-"""Share of the limit by which a plan may be over it for less in transfers at once to be tried alone."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,8 @@ class StatesWithin:
 
     def _known(self, whole: Found, limit: int, deadline: Deadline) -> Found | None:
         """The fastest that fits of what was judged on the way to the fastest of all, and to those of families."""
-        others, until = list(whole.rivals), deadline.share(_FAMILIES_SHARE)
+        # Of the time left, for plans of families.
+        others, until = list(whole.rivals), deadline.share(0.25)
         for family in self.families:
             with suppress(InfeasibleError, OutOfTime):
                 until.check()
@@ -166,12 +156,14 @@ class StatesWithin:
         best = known
         reasons, late = list[InfeasibleError](), False
         for place, (way, whole) in enumerate(starts):
+            # Share of the time that the second way must be able to save to be searched.
             if best is not None and (
-                whole.lower_bound >= best.seconds * (1.0 - _SAVED) or self.reserve(whole) >= limit
+                whole.lower_bound >= best.seconds * (1.0 - 1e-2) or self.reserve(whole) >= limit
             ):
                 continue
             until = deadline.share(1.0 / (len(starts) - place))
-            faster = math.inf if best is None else best.seconds * (1.0 - _SAVED_AGAIN)
+            # For programs of its states the share is larger: they take what was counted or more.
+            faster = math.inf if best is None else best.seconds * (1.0 - 2e-2)
             try:
                 found = self._within(way, whole, limit, faster, until)
             except InfeasibleError as reason:
@@ -200,12 +192,14 @@ class StatesWithin:
         search = Correcting(
             self.joint, self.programs, self._needs, self.reserve, way, whole, limit, faster, anyway, deadline
         )
-        if over > _MOVED * limit:
+        # Share of the limit by which a plan may be over it for less in transfers at once to be tried alone.
+        if over > 0.25 * limit:
             return search.run()
         spared = way.fastest(self.joint, States((), whole.assignment), None, 0, deadline)
         if self.over(spared, limit) > 0:
             return search.run()
-        if spared.seconds > whole.seconds * (1.0 + LITTLE):
+        # Share of the time that less in transfers may cost for no other states to be searched.
+        if spared.seconds > whole.seconds * (1.0 + 0.01):
             with suppress(InfeasibleError, OutOfTime):
                 found = search.run()
                 spared = min((one for one in (spared, found) if one is not None), key=lambda one: one.seconds)

@@ -10,7 +10,7 @@ from autoshard.plan.plan import PipelinePlan, Plan
 from passes.ir.joint import JointGraph
 from passes.ir.sized_graph import SizedJoint
 from passes.ir.torch_sizes import SizeSymbols, symbolic_sizes
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places, when_cut
 from passes.micro_batches.sized_piece import PieceSizes, SizedCut
 from passes.plan.sized_plan import in_symbols

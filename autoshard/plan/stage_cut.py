@@ -154,8 +154,7 @@ class StageCutter:
             size = node.meta["val"].element_size()
             return nbytes + (nbytes + optimizer.state_nbytes(nbytes, size) if node in trained else 0)
 
-        kinds = zip(self.joint.placeholders, self.joint.inputs, strict=True)
-        of_parameter = {node: held(node) for node, spec in kinds if spec.kind == "param"}
+        of_parameter = {node: held(node) for node, spec in self.joint.given if spec.kind == "param"}
 
         known: dict[tuple[int, int], bool] = {}  # several cuts ask about the same segments
 

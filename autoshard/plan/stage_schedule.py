@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from autoshard.plan.plan_memory import AtPeak, MemoryTimeline, in_order
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_bytes
-from passes.predict.memory_kinds import KINDS, Kind
-from passes.predict.memory_record import MemoryStep
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
+from passes.predict.prediction import KINDS, Kind, MemoryStep
 from passes.stages.pipeline_orders import (
     ORDERS,
     Action,

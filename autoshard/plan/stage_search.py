@@ -27,7 +27,7 @@ from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.memory import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
@@ -70,11 +70,6 @@ WORTH = 0.02
 _SENT = 0.1
 """Share of a rank's limit that a stage's pieces in flight may take as they are sent, for their layouts to be those of
 no limit."""
-_UNUSED = 0.2
-"""Share of its limit that a stage may leave unused with the plan of one that was given more memory for more in flight,
-or less for less. Another search takes as long as the first, and would find little more."""
-_FINISHING = 0.25
-"""Time for what comes after the searches, but plans of stages that are alike, as a share of that for one."""
 
 Stages = tuple[PlannedStage, ...]
 
@@ -196,7 +191,9 @@ class StageSearch:
         on the timeline last, which takes about as long as for one that was searched."""
         alike = len(self.alone) - sum(self.alone)
         others = max(1, sum(self.alone[stage:]))
-        return self.deadline.earlier(alike * self.took).share(1.0 / (others + _FINISHING)).as_part
+        # Time for what comes after the searches, but plans of stages that are alike, as a share of that for
+        # one.
+        return self.deadline.earlier(alike * self.took).share(1.0 / (others + 0.25)).as_part
 
     def _searched(self, task: Task, stage: int, until: Deadline) -> Plan:
         if self.search is not None:
@@ -254,7 +251,9 @@ def _suits(first: PlannedStage, task: Task) -> bool:
     if not _has_more_room(first.task, task):
         return True
     limit = _limit(task)
-    return 0 <= limit - first.needs(task.joint.in_flight) <= _UNUSED * limit
+    # Share of its limit that a stage may leave unused with the plan of one that was given more memory for more
+    # in flight, or less for less. Another search takes as long as the first, and would find little more.
+    return 0 <= limit - first.needs(task.joint.in_flight) <= 0.2 * limit
 
 
 def _has_more_room(task: Task, other: Task) -> bool:

@@ -11,18 +11,16 @@ from msgspec import structs
 from torch import fx
 
 import passes.ops.uniform  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
-from autoshard.plan.judged import judged
+from autoshard.plan.judged import judged, prices_as_in
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
-from autoshard.plan.plan_prices import prices_as_in
 from autoshard.plan.task import CallLayouts, Task
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.op_signature import op_signature
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.ir.op_schema import op_signature
+from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import graph_hash
-from passes.predict.memory_record import MemoryWalk
-from passes.predict.predict_stage import StageFigures, kept_by_a_piece, predict_stage
+from passes.predict.predict_step import StageFigures, kept_by_a_piece, predict_stage
+from passes.predict.prediction import MemoryWalk
 from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import local_nbytes
@@ -187,11 +185,7 @@ def sent_nbytes(stage: PlannedStage) -> tuple[int, int]:
     mesh = stage.task.mesh
     found = [0, 0]
     own = len(stage.graph.outputs)
-    results = {
-        spec.index: node
-        for spec, node in zip(stage.graph.joint.outputs, stage.graph.joint.results, strict=True)
-        if spec.kind == "output"
-    }
+    results = {spec.index: node for spec, node in stage.graph.joint.returned if spec.kind == "output"}
     for index, (crossing, layout) in enumerate(zip(stage.graph.sent, stage.sent_layouts, strict=True), own):
         node = results[index]
         assert node is not None

@@ -16,7 +16,16 @@ from autoshard.plan.correcting import Chosen, Way
 from autoshard.plan.families import Again, Sizes, Variant
 from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, search_until, told
-from autoshard.plan.judged import Judged, judged
+from autoshard.plan.judged import (
+    MESSAGES,
+    Judged,
+    judged,
+    messages_nbytes,
+    over_link,
+    plan_reserve,
+    prices_as_in,
+    prices_of,
+)
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_ends import (
@@ -27,14 +36,6 @@ from autoshard.plan.plan_ends import (
     program_fields,
     resolve_pins,
 )
-from autoshard.plan.plan_prices import (
-    MESSAGES,
-    messages_nbytes,
-    over_link,
-    plan_reserve,
-    prices_as_in,
-    prices_of,
-)
 from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime, Watch
@@ -44,21 +45,18 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
-from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
+from passes.ir.process_state import collector_paused
 from passes.layout.joined_axes import joined_text
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import fallback_ops
 from passes.plan.planned_graph import Collective
-from passes.predict.memory_record import MemoryWalk
+from passes.predict.prediction import MemoryWalk
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
-from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.judged_choice import Judgement, counted_seconds
-from passes.search.narrowing import Narrowing
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart, boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.prices import Prices

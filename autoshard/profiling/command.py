@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
+from autoshard.planning import started_mesh
 from autoshard.profiling.startup import attend
-from autoshard.started_mesh import started_mesh
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, shape_text, shapes_of
 from cost_model.measure.recheck import CheckedPoint, recheck

@@ -20,7 +20,6 @@ from autoshard.refine.rounds import Budget, Rounds
 from autoshard.refine.time_work import TimedStore, store_of, time_work
 from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
 from autoshard.watching.agreement import from_first
-from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.measure.peers import collective_backend
@@ -114,12 +113,6 @@ def _decided(plan: Plan) -> object:
     """What makes it another plan, prices aside."""
     division = plan.axis, plan.schedule, plan.micro_batches, plan.head_pieces, plan.cut
     return division, [one.planned.layouts for one in plan.stages]
-
-
-def check_refine(refine: object) -> None:
-    """ShardingError unless it is "auto" or "off"."""
-    if refine not in ("auto", "off"):
-        raise reject("refine", refine, "'auto', or 'off' to plan with modelled prices alone")
 
 
 def may_refine(mesh: DeviceMesh, nominal: bool) -> bool:

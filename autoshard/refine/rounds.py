@@ -20,9 +20,8 @@ from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
 from cost_model.timed import TimedPrices
-from passes.layout.assignment import Assignment
-from passes.search.narrowing import Narrowing
-from passes.search.search_start import COLD, SearchStart
+from passes.layout.layout import Assignment
+from passes.search.search_terms import COLD, Narrowing, SearchStart
 
 _log = logging.getLogger("autoshard")
 
@@ -32,8 +31,6 @@ MOST_ROUNDS = 4
 """Searches under timed prices. The second or third seldom finds another plan."""
 UNCONFIRMED = 0.1
 """With more of a plan's step in kernels and collectives that there was no time for, the next start goes on."""
-CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
-"""Share of the budget, and the most seconds, for timing what is unknown of the chosen plan: no search follows."""
 ROUGH_GAP = 0.05
 """The first search ends at this gap, as prices change after it: proving the rest takes minutes in deep models.
 Not within a memory limit, where a plan that is nearly as fast may not fit."""
@@ -74,7 +71,9 @@ class Rounds:
         self._found = [self.plan]
         # The search that follows timing does not start cold, as the first did.
         self._kept_for_search = 0.3 * seconds
-        self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
+        # Share of the budget, and the most seconds, for timing what is unknown of the chosen plan: no
+        # search follows.
+        self._confirming_seconds = min(0.3 * seconds, 5.0)
         # Searches of families may take a fifth of the budget.
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, 0.2 * seconds))
         self._done = self._done or not seconds

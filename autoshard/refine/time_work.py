@@ -19,8 +19,7 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import keep_file
-from cost_model.checked_arguments import read_json
-from cost_model.errors import ProfileError
+from cost_model.errors import ProfileError, read_json
 from cost_model.groups import group_shape
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
@@ -58,8 +57,6 @@ _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
 """Seconds of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
 _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
 """Seconds of all repetitions of a case; two are made at least."""
-_MOST_CALLS, _RUN_SECONDS = 8, 1e-3
-"""A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
 
 
 def time_work(
@@ -188,7 +185,9 @@ class Timing:
 def _calls(case: KernelCase) -> int:
     """A guess from the bytes and operations: no rank may decide by its own clock."""
     guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
-    return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
+    # A kernel is called in a row until it takes as long, but no more often: the call of the program around it
+    # counts.
+    return max(1, min(8, int(1e-3 / guess)))
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

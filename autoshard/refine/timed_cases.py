@@ -22,9 +22,6 @@ from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """Refining may take so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
-START_SECONDS, NODE_SECONDS = 8.0, 0.04
-"""It may take at most so long for a graph without nodes, and for each node: searching and timing take as long as
-there is to search and to time, whatever a busy machine predicts of a step."""
 
 COMPILING_SECONDS = 2.0
 """More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
@@ -37,7 +34,9 @@ def is_worth_it(step_seconds: float) -> bool:
 
 def refining_seconds(step_seconds: float, time_limit: float, nodes: int, backend: str = "eager") -> float:
     """The budget for a plan of that step, of a graph of so many nodes and for that backend; 0: not worth it."""
-    most = START_SECONDS + NODE_SECONDS * nodes
+    # It may take at most so long for a graph without nodes, and for each node: searching and timing take as
+    # long as there is to search and to time, whatever a busy machine predicts of a step.
+    most = 8.0 + 0.04 * nodes
     seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
     compiling = 0.0 if backend == "eager" else COMPILING_SECONDS
     return seconds + compiling if seconds >= LEAST_SECONDS else 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoshard.reporting.recorder import STEP_PHASES, StepTimes
 from autoshard.reporting.tracks import Tracks
-from passes.predict.predict_step import PredictedCollective, Prediction
+from passes.predict.prediction import PredictedCollective, Prediction
 
 _Key = tuple[str, str, tuple[str, ...], str, int]
 

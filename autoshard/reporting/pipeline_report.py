@@ -20,8 +20,7 @@ from autoshard.runtime.observe import RankStep, StageRecorder
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones
-from cost_model.checked_arguments import checked_path, write_text
-from cost_model.errors import PlanError
+from cost_model.errors import PlanError, checked_path, write_text
 from cost_model.measure.clock import marks_of
 from cost_model.memory import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder

@@ -23,8 +23,8 @@ from autoshard.runtime.piece_code import Compiler, PieceCode, PiecesOnRank
 from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
-from passes.predict.predict_pieces import predict_pieces
-from passes.predict.predict_step import Prediction, predict_phases
+from passes.predict.predict_program import predict_phases, predict_pieces
+from passes.predict.prediction import Prediction
 from passes.predict.step_events import AxesOf
 from passes.strategies.prices import Prices
 
@@ -93,8 +93,7 @@ class SeenInPieces:
 
     def predicted(self, prices: Prices, axes_of: AxesOf) -> Prediction:
         programs = self._step.programs
-        predict = lambda phases: predict_phases(phases, prices, axes_of)
-        return predict_pieces(programs[0], self._codes[0].parts, len(programs), prices, predict, axes_of)
+        return predict_pieces(programs[0], self._codes[0].parts, len(programs), prices, axes_of)
 
     def probed(self, marks: Marks) -> Callable[[], Probed]:
         """Computing is that of all pieces. Collectives are, as in the prediction, those before the pieces, of the first

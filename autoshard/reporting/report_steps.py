@@ -27,6 +27,7 @@ from autoshard.api import autoshard
 from autoshard.arguments import checked_model
 from autoshard.global_call import as_call
 from autoshard.plan.plan import Plan
+from autoshard.planning import started_mesh
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.pipeline_report import PipelineReport, Report
 from autoshard.reporting.probe import probe
@@ -35,11 +36,9 @@ from autoshard.reporting.text import report_text, track_svg
 from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
-from autoshard.started_mesh import started_mesh
 from autoshard.watching.agreement import everyones
-from cost_model.checked_arguments import checked_count
 from cost_model.correction import CollectiveTime, corrected_profile
-from cost_model.errors import PlanError, ShardingError
+from cost_model.errors import PlanError, ShardingError, checked_count
 from cost_model.measure.clock import marks_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

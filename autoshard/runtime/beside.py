@@ -28,9 +28,6 @@ from passes.predict.step_work import KernelCase
 
 _log = logging.getLogger("autoshard")
 
-_DIES_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
-
 
 class Talk(Protocol):
     """The worker's end: it says things, and hears answers."""
@@ -50,10 +47,6 @@ Search = Callable[[Talk], None]
 """Sends `Better`, and cases to time, of which it receives the times."""
 TIMING_SHARE = 0.02
 """Of the steps' time, for timing kernels and collectives."""
-
-
-NICENESS = 10
-"""Of a child: beside a busy process it gets a tenth of a core."""
 
 
 class Beside:
@@ -131,12 +124,14 @@ def _worked(work: Callable[[Talk], None], talk: Connection) -> None:
 
 
 def _in_child(work: Callable[[Talk], None], talk: Connection) -> None:
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    # PR_SET_PDEATHSIG of prctl(2).
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and ends the child with it
     _let_go(talk.fileno())
     with suppress(OSError):
-        os.nice(NICENESS)
+        # Of a child: beside a busy process it gets a tenth of a core.
+        os.nice(10)
     os.environ["AUTOSHARD_PROGRESS"] = "0"
     gc.freeze()  # a collection would write to every page that is shared with the parent
     with compiles_in_child():

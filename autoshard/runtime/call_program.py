@@ -20,7 +20,7 @@ from passes.capture import CallSpec
 from passes.capture.questions import Check
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.torch_dtensor import local_of
-from passes.lower.missing_tangents import all_but_the_loss
+from passes.lower.rank_program import all_but_the_loss
 
 
 class CallGradients:
@@ -111,17 +111,13 @@ def no_checks(outputs: Sequence[Tensor], later: bool) -> Callable[[], None]:
     return _nothing
 
 
-def _no_turn(phase: str) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Around:
     """turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
     checks: given a forward's outputs before buffers change, raises if they are not for this program; what it returns is
             called after the backward, if there is one."""
 
-    turn: Callable[[str], AbstractContextManager[Any]] = _no_turn
+    turn: Callable[[str], AbstractContextManager[Any]] = lambda phase: nullcontext()
     checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks
 
 

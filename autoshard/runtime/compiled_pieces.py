@@ -18,8 +18,7 @@ from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled
 from passes.lower.phases import Backward
-from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
-from passes.lower.piecewise import Collected
+from passes.lower.piecewise import IN_PLACE, Collected, given_values, leave, step_results
 from passes.stages.stage_graph import BackwardHalves
 
 Known = dict[str, Tensor]

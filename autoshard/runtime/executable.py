@@ -62,7 +62,7 @@ class SeedStream:
         except (TypeError, KeyError, RuntimeError) as error:
             raise ShardingError(
                 f"state is no state of a model's random numbers: {type(error).__name__}: {error}\n"
-                "  try: what autoshard.random_state(model).state_dict() returned"
+                "  try: what autoshard.api(model).state_dict() returned"
             ) from error
         self._generator, self._started = generator, started
 

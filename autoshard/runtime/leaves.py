@@ -64,7 +64,7 @@ def input_sides(joint: JointGraph, layouts: Mapping[str, Layout]) -> tuple[Input
         InputSide(
             shape := tuple(node_value(node).shape), layouts.get(node.name, Layout.replicated(len(shape)))
         )
-        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        for node, spec in joint.given
         if spec.kind != "tangent"
     )
 
@@ -73,7 +73,7 @@ def output_shapes(joint: JointGraph) -> dict[int, tuple[int, ...]]:
     """Tensor output of a call -> its shape, by index."""
     found = {
         spec.index: tuple(node_value(result).shape)
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        for spec, result in joint.returned
         if spec.kind == "output" and result is not None
     }
     return dict(sorted(found.items()))
@@ -139,10 +139,6 @@ def own_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Te
     return tuple(output.detach() if output is large[0] else output for output in outputs)
 
 
-def _no_tensor() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class LeafLooks:
     """Leaves of a call without their values. shardings: of DTensors; shapes: of those that may be sliced."""
@@ -169,7 +165,7 @@ class Leaves:
         assert len(kinds) == len(values) == len(sides)
         self._spec, self._rank, self._sides = spec, rank, tuple(sides)
         self._expected = [None if value is None else expected([value])[0] for value in values]
-        self._known: list[Callable[[], Tensor | None]] = [_no_tensor] * len(self._expected)
+        self._known: list[Callable[[], Tensor | None]] = [lambda: None] * len(self._expected)
         # Parameters and buffers by far outnumber what may need slicing.
         self.may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
 

@@ -15,6 +15,7 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
+from autoshard.planning import in_host_order
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
 from autoshard.runtime.executable import Home, Running
@@ -25,7 +26,6 @@ from autoshard.runtime.pipeline_program import PipelineEnds, Staging
 from autoshard.runtime.process_groups import groups_for, holders_mesh, local_device
 from autoshard.runtime.step import PhaseCode, Program
 from autoshard.runtime.trial_run import RaceEntry
-from autoshard.started_mesh import in_host_order
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import kind_of, turns_of
 from cost_model.mesh import MeshSpec
@@ -265,7 +265,7 @@ def _programs(
 def _sides(joint: JointGraph, plan: Plan) -> tuple[InputSide, ...]:
     """Where a call's inputs meet the program: with stages, parameters as these hold them."""
     known: dict[str, Layout] = {}
-    for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
+    for node, spec in joint.given:
         if not isinstance(plan, PipelinePlan):
             known[node.name] = plan.planned.layouts[node.name].results[0]
         elif spec.kind == "param" and spec.name in plan.parameter_layouts:

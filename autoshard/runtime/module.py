@@ -20,7 +20,7 @@ from autoshard.runtime.call_program import Otherwise
 from autoshard.runtime.guards import Guards
 from autoshard.watching.agreement import everyones
 from cost_model.errors import ShardingError
-from passes.ir.autocast_off import autocast_devices
+from passes.ir.process_state import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
 
 _log = logging.getLogger("autoshard")

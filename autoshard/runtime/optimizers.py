@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
-from passes.ir.collector import live
+from passes.ir.process_state import live
 from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, fx
 from autoshard.runtime.leaves import expected
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.joint import GraphInput
-from passes.lower.one_piece import pieces_of
 from passes.lower.phases import Backward
-from passes.lower.piecewise import RankPieces, without_gradients
+from passes.lower.piecewise import RankPieces, pieces_of, without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.stage_graph import BackwardHalves, split_backward
 

@@ -84,9 +84,6 @@ class Settings:
         }
 
 
-QUICK_SECONDS = 2.0
-"""Of search before the first step."""
-
 T = TypeVar("T")
 Found = list[Candidate]
 """The search's own plan, and those that are to race it: none where there is no race."""
@@ -167,9 +164,8 @@ class Planner:
             return tuned, True
         search = lambda own, until: kept_plan(plan_path(own), own) or search_plan(own, until)
         rough = Listener(lambda answer: answer.gap > ROUGH_GAP)
-        return self.division.fastest(
-            task, Deadline.after(min(QUICK_SECONDS, s.time_limit), rough), search
-        ), False
+        # Of search before the first step.
+        return self.division.fastest(task, Deadline.after(min(2.0, s.time_limit), rough), search), False
 
     def store(self) -> TimedStore | None:
         """Where kernels and collectives are timed, their times. All ranks together."""

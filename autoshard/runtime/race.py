@@ -29,7 +29,7 @@ from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
 from cost_model.measure.clock import Marks
 from cost_model.memory import format_bytes
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import random_state_kept
 
 _LEAST_ROUNDS = 5
 _NAME, _LEAST_STEPS = "the plan", 3

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
+from autoshard.plan.judged import prices_of
 from autoshard.plan.other_sizes import OtherSizes
 from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
 from autoshard.planning import canonical_capture, capture_as_now

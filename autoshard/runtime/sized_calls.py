@@ -41,10 +41,6 @@ def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
     return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
 
 
-MOST_FAILURES = 2
-"""To make a program of a graph in symbols: more of them would fail as well."""
-
-
 @dataclass
 class SizedCall:
     """A call captured with symbols. guards: what its graph depends on in the model. fixes: which of its sizes the model
@@ -158,7 +154,8 @@ class SizedCalls:
     ) -> AtSizes | None:
         """What runs `call` by a new program for all sizes, if there can be one. planned: its plan. All ranks come here
         together."""
-        may_be = sized is not None and sized.call.failures < MOST_FAILURES
+        # To make a program of a graph in symbols: more of them would fail as well.
+        may_be = sized is not None and sized.call.failures < 2
         if not all(everyones(call.home.mesh, may_be, what="whether there are symbols for sizes")):
             return None
         assert sized is not None

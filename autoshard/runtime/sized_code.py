@@ -24,9 +24,8 @@ from autoshard.runtime.step import (
 from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Place, SizedModule, filled
 from passes.ir.torch_sizes import SizeSymbols
-from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward, Phases
-from passes.lower.rank_program import RankProgram
+from passes.lower.rank_program import RankProgram, usually_missing
 
 CompileSized = Callable[..., tuple[Compiled, list[Any]]]
 """As `compile_sized`."""

@@ -115,7 +115,8 @@ class SizedProgram:
             return
         backend = home.settings.backend
         if home.settings.tune == "background" and not self._is_compiled_beside(home):
-            self._due += min(self._calls, MOST_CALLS)
+            # Calls after which ranks ask each other again how far they are.
+            self._due += min(self._calls, 64)
             return
         with home.stages("compiling the plan", (kind, backend)):
             run = lambda code: code if code.backend == backend else code.compiled(backend)
@@ -140,8 +141,6 @@ class SizedProgram:
             self._beside.end()
 
 
-MOST_CALLS = 64
-"""Calls after which ranks ask each other again how far they are."""
 MOST_KINDS = 4
 """Of pieces, each with code of its own: even and uneven ones, the first and later ones."""
 MOST_EAGER = 2

@@ -15,11 +15,10 @@ from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_o
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphOutput
-from passes.lower.missing_tangents import usually_missing
+from passes.ir.process_state import autocast_off
 from passes.lower.phases import Backward, Phases
-from passes.lower.rank_program import RankProgram
+from passes.lower.rank_program import RankProgram, usually_missing
 
 
 @dataclass(frozen=True)

@@ -160,15 +160,14 @@ def _options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 WARM_STEPS = 2
-_MOST_STEPS, _SECONDS = 25, 1.5
-"""The most steps of a plan that are timed, and how long they may take: short steps run more often."""
 
 _log = logging.getLogger("autoshard")
 
 
 def steps_within(seconds: float, least: int) -> int:
     """The number of steps of so many seconds that are timed, `least` at least."""
-    return max(least, min(_MOST_STEPS, int(_SECONDS / max(seconds, 1e-9))))
+    # The most steps of a plan that are timed, and how long they may take: short steps run more often.
+    return max(least, min(25, int(1.5 / max(seconds, 1e-9))))
 
 
 class Track:

@@ -16,14 +16,11 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.verification.part_errors import Held, held_value, result_errors
 from cost_model.mesh import MeshSpec
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
+from passes.ir.process_state import autocast_off
 from passes.layout.layout import Layout
-from passes.lower.missing_tangents import missing_tangents
-from passes.lower.one_piece import pieces_of
-from passes.lower.piece_values import given_values, leave, step_results
-from passes.lower.piecewise import RankPieces
-from passes.lower.rank_program import RankProgram, rank_program
+from passes.lower.piecewise import RankPieces, given_values, leave, pieces_of, step_results
+from passes.lower.rank_program import RankProgram, missing_tangents, rank_program
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 from passes.stages.stage_graphs import stage_graphs

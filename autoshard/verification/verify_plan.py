@@ -27,17 +27,16 @@ from autoshard.verification.simulated_step import (
     step_errors,
     usual_tangents,
 )
-from cost_model.checked_arguments import checked_count
-from cost_model.errors import PlanError
+from cost_model.errors import PlanError, checked_count
 from passes.capture import Captured, flatten_call
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.operator_calls import GroupedAsCaptured
 from passes.capture.trees import unflatten
 from passes.compile.bind_device import bind_device
+from passes.ir.graph_pass import duplicate_joint
 from passes.ir.joint import CPU, JointGraph, node_values
-from passes.ir.kept_random_state import random_state_kept
 from passes.ir.op_traits import draws, is_cast
-from passes.ir.rewrite import duplicate_joint
+from passes.ir.process_state import random_state_kept
 from passes.ir.size_names import resized_shapes
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash

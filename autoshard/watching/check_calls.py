@@ -26,8 +26,7 @@ from passes.plan.describe import graph_hash
 
 def kind_of(model: nn.Module, joint: JointGraph) -> str:
     """The same on all ranks for the same program: global shapes for people, and the hash of all that it computes."""
-    pairs = zip(joint.inputs, joint.placeholders, strict=True)
-    shapes = [str(TensorKey.of(node.meta["val"])) for spec, node in pairs if spec.kind == "input"]
+    shapes = [str(TensorKey.of(node.meta["val"])) for node, spec in joint.given if spec.kind == "input"]
     return kind_text(model, shapes, joint, f"program {graph_hash(joint)[:8]}")
 
 
@@ -172,7 +171,7 @@ def checked_inputs(
     """By index in a call, those that some other rank must have alike; not addends of a sum, of which each rank has its
     own."""
     found: dict[int, Figure] = {}
-    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
+    for node, spec in joint.given:
         layout = layouts.get(spec.index)
         if spec.kind != "input" or (layout is not None and layout.partial):
             continue

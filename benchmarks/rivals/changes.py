@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
@@ -85,9 +85,7 @@ def layers_of(joint: JointGraph, space: SearchSpace) -> dict[str, tuple[int, ...
     """Path of a layer, `model.layers.3`, or of a module outside of layers -> its search nodes, parameters and backward
     included."""
     parameters = {
-        node.name: spec.name.rpartition(".")[0]
-        for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
-        if spec.kind == "param"
+        node.name: spec.name.rpartition(".")[0] for node, spec in joint.given if spec.kind == "param"
     }
     paths = {
         node.name: node.meta.get("module", "") for node in joint.graph.nodes if node.op == "call_function"

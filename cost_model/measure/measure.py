@@ -9,8 +9,7 @@ from itertools import islice
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.checked_arguments import shown
-from cost_model.errors import ProfileError, ShardingError
+from cost_model.errors import ProfileError, ShardingError, shown
 from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (

@@ -136,17 +136,12 @@ def _products(prices: ComputePrices, rates: MatmulRates, device: torch.device) -
             f"{rates.dtype} products",
             tuple(map(matmul_flops, chosen)),
             prepare,
-            _half_median,
+            lambda seconds: median(seconds) / 2,  # two products of a size
             least_seconds(device),
         ),
         lambda flops: prices.matmul_seconds(flops, rates.dtype),
         tuple(_tolerance(rates.spread, i) for i in chosen.values()),
     )
-
-
-def _half_median(seconds: list[float]) -> float:
-    """`matmul_work` does two products of a size."""
-    return median(seconds) / 2
 
 
 def _communication(profile: ProfileRecord, bench: Bench) -> Iterable[_Expected]:

@@ -34,8 +34,6 @@ from cost_model.mesh import MeshSpec
 _T = TypeVar("_T")
 
 _SWEEP_REPETITIONS = 2
-_WARM_UPS, _FASTER = 6, 0.8
-"""The most calls before a point is timed, and the share of the one before below which another follows."""
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the budget spent, in [0, 1]."""
@@ -123,7 +121,9 @@ class _Sampler:
         """Seconds of a call, once calls become no faster: the first set up connections, and take memory that the
         machine has to find. They say nothing of the time."""
         taken = [self.time(point), self.time(point)]
-        while len(taken) < _WARM_UPS and taken[-1] < _FASTER * taken[-2]:
+        # The most calls before a point is timed, and the share of the one before below which another
+        # follows.
+        while len(taken) < 6 and taken[-1] < 0.8 * taken[-2]:
             taken.append(self.time(point))
         return min(taken)
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
-from cost_model.checked_arguments import is_whole, parse_integer
+from cost_model.errors import is_whole, parse_integer
 from cost_model.mesh import MOST_DEVICES
 from cost_model.readers.points import Group, Line, Place, Printed, Run, group_of, parse_time, refuse
 from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points

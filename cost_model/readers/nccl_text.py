@@ -8,7 +8,6 @@ bandwidth. The footer and the sizes in the header must fit the rows, so that no 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -223,12 +222,8 @@ def _check_sizes(line: Line, run: _Open) -> None:
         line.refuse(
             f"the table has {len(run.rows)} rows; {len(wanted)} sizes from {least} to {most} bytes were asked for"
         )
-    for row, size in zip(run.rows, _cycle(wanted, len(run.rows)), strict=True):
+    for row, size in zip(run.rows, (wanted[i % len(wanted)] for i in range(len(run.rows))), strict=True):
         # Sizes are rounded down to a whole element; if each rank has a share, to 16 bytes or one element on each.
         whole = row.nbytes > 0 and row.count * row.item_bytes == row.nbytes
         if not size - (row.item_bytes if whole else 32 * ranks) < row.nbytes <= size:
             row.refuse(f"the row should be of {size} bytes, by the header")
-
-
-def _cycle(sizes: Sequence[int], count: int) -> Iterator[int]:
-    return (sizes[i % len(sizes)] for i in range(count))

@@ -10,8 +10,7 @@ from datetime import datetime
 from decimal import Decimal, InvalidOperation
 from typing import NoReturn
 
-from cost_model.checked_arguments import MOST_DIGITS
-from cost_model.errors import ProfileError
+from cost_model.errors import MOST_DIGITS, ProfileError
 from cost_model.groups import GroupShape, group_ranks
 
 WHOLE = "the whole output of one run, as it was printed"

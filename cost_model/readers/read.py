@@ -11,8 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 
-from cost_model.checked_arguments import checked_path, shown
-from cost_model.errors import ProfileError
+from cost_model.errors import ProfileError, checked_path, shown
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measurements import CollectiveSamples, pooled
 from cost_model.mesh import MOST_DEVICES

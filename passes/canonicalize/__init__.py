@@ -10,11 +10,9 @@ from passes.canonicalize.push_views import PushViews
 from passes.canonicalize.random_to_uniform import NormalizeCreations, RandomToUniform
 from passes.canonicalize.remove_noops import DropKeptDims, RemoveDeadCode, RemoveNoops, WriteConjugates
 from passes.canonicalize.token_order import TokenOrder
-from passes.ir.autocast_off import autocast_off
-from passes.ir.collector import collector_paused
-from passes.ir.graph_pass import GraphPass, run_passes
+from passes.ir.graph_pass import GraphPass, copy_joint, run_passes
 from passes.ir.joint import JointGraph
-from passes.ir.rewrite import copy_joint
+from passes.ir.process_state import autocast_off, collector_paused
 
 __all__ = ["PIPELINE", "canonicalize"]
 

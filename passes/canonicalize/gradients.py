@@ -13,12 +13,20 @@ from torch.fx.node import Argument, map_arg
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.random_to_uniform import PLAIN_CREATIONS
-from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_USES
+from passes.ir.graph_pass import (
+    GraphPass,
+    call_like,
+    emit,
+    erase_dead,
+    int_at,
+    ints_at,
+    replace,
+    shape_of,
+    tensor_at,
+)
+from passes.ir.graph_properties import NO_USES, of_ops
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_pointwise
-from passes.ir.properties import of_ops
-from passes.ir.rewrite import call_like, emit, erase_dead, int_at, ints_at, replace, shape_of, tensor_at
 
 aten = torch.ops.aten
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, fx
 
 import passes.ops.attention_op  # pyright: ignore[reportUnusedImport]  (registers autoshard::attention)
-import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
+import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
-from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES
-from passes.ir.joint import JointGraph, ancestors, computed, node_value, tensor_operands
+from passes.ir.graph_pass import GraphPass, shape_of, tensor_at
+from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, Property, described
+from passes.ir.joint import JointGraph, ancestors, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_pointwise, is_use, when_read
-from passes.ir.properties import Property, described
-from passes.ir.rewrite import shape_of, tensor_at
-from passes.ir.torch_sizes import SizesLost, counts_as, sizes_in, with_sizes
+from passes.ir.torch_sizes import SizesLost, computed, counts_as, sizes_in, with_sizes
 from passes.rules.core.rule_registry import rule_for
 
 aten = torch.ops.aten

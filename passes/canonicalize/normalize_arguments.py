@@ -9,12 +9,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_USES
+from passes.ir.graph_pass import GraphPass, int_at, ints_at, replace, shape_of, tensor_at
+from passes.ir.graph_properties import NO_USES, Property, described, of_ops
 from passes.ir.joint import JointGraph
 from passes.ir.op_schema import named_arguments, slice_ends
-from passes.ir.properties import Property, described, of_ops
-from passes.ir.rewrite import int_at, ints_at, replace, shape_of, tensor_at
 
 aten = torch.ops.aten
 

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
+import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
-from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES
+from passes.ir.graph_pass import GraphPass, call_like, emit, erase_dead, ints_at, replace, shape_of, tensor_at
+from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, of_ops
 from passes.ir.joint import JointGraph
-from passes.ir.properties import of_ops
-from passes.ir.rewrite import call_like, emit, erase_dead, ints_at, replace, shape_of, tensor_at
-from passes.ops.product_ops import format_equation, parse_equation
+from passes.ops.layer_ops import format_equation, parse_equation
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from passes.ir.rewrite import emit_at, int_at, shape_of, tensor_at
+from passes.ir.graph_pass import emit_at, int_at, shape_of, tensor_at
 
 
 @dataclass(frozen=True)

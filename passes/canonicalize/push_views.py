@@ -23,12 +23,11 @@ from passes.canonicalize.permutes import (
     PRODUCTS_ARE_CONTRACTS,
 )
 from passes.canonicalize.push_sweep import Flat, Group, PushRule, Sweep, flatten, resolve, trivial
-from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_pass import GraphPass, call_like, emit, erase_dead, int_at, ints_at, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_pointwise
-from passes.ir.rewrite import call_like, emit, erase_dead, int_at, ints_at, shape_of, tensor_at
-from passes.ops.product_ops import format_equation, parse_equation
+from passes.ops.layer_ops import format_equation, parse_equation
 from passes.ops.routed_ops import ROUTED
 
 aten = torch.ops.aten

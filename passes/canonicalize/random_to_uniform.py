@@ -15,13 +15,11 @@ from torch import fx
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
 from cost_model.errors import CaptureError
 from passes.canonicalize.normalize_arguments import ONE_SPELLING
-from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_DEAD_CODE
+from passes.ir.graph_pass import GraphPass, emit, erase_dead, int_at, tensor_at
+from passes.ir.graph_pass import replace as replace_node
+from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import GraphInput, JointGraph
 from passes.ir.op_schema import named_arguments
-from passes.ir.properties import of_ops
-from passes.ir.rewrite import emit, erase_dead, int_at, tensor_at
-from passes.ir.rewrite import replace as replace_node
 from passes.ir.torch_compat import fake_mode_of
 
 aten = torch.ops.aten

@@ -11,11 +11,9 @@ from torch import fx
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING, REDUCTIONS
 from passes.canonicalize.permutes import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
-from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import NO_DEAD_CODE
+from passes.ir.graph_pass import GraphPass, call_like, erase_dead, ints_at, replace, shape_of, tensor_at
+from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.properties import of_ops
-from passes.ir.rewrite import call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 
 aten = torch.ops.aten
 
@@ -157,10 +155,6 @@ def _cat(node: fx.Node) -> fx.Node | None:
     return _alike(node, pieces[0]) if len(pieces) == 1 else None
 
 
-def _same_branches(node: fx.Node) -> fx.Node | None:
-    return _alike(node, node.args[1]) if node.args[1] is node.args[2] else None
-
-
 ALIASES = tuple(
     getattr(aten, name).default
     for name in ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone")
@@ -185,7 +179,7 @@ _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.div.Scalar: _if_scalar(1),
     aten.pow.Tensor_Scalar: _if_scalar(1),
     aten.cat.default: _cat,
-    aten.where.self: _same_branches,
+    aten.where.self: lambda node: _alike(node, node.args[1]) if node.args[1] is node.args[2] else None,
 }
 
 

@@ -12,10 +12,9 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
-from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_pass import GraphPass, emit, erase_dead, int_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, node_value
-from passes.ir.rewrite import emit, erase_dead, int_at, replace, shape_of, tensor_at
 from passes.ir.torch_sizes import counts_as
 from passes.ops.routed_ops import ROUTED
 from passes.rules.core.row_wise import rows_through

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from passes.capture.places import Place
+from passes.capture.provenance import check_dense, is_dense
 from passes.capture.questions import Check
-from passes.capture.refusals import check_dense, is_dense
 from passes.capture.stand_ins import Number, widest
 from passes.capture.trees import Instance, Nest, TensorLeaf, Tree, assembled, flatten, items_of, unflatten
 

@@ -23,14 +23,11 @@ from passes.capture.capture_errors import (
     mutation_error,
     users_part,
 )
-from passes.capture.held_tensors import check_shared_memory
-from passes.capture.model_state import find_slots
-from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source
-from passes.capture.refusals import refused
+from passes.capture.model_state import check_shared_memory, find_slots
+from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source, refused
 from passes.capture.trace import Traced, TracedCall, trace
-from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors
-from passes.ir.kept_random_state import random_state_kept
+from passes.ir.process_state import collector_paused, random_state_kept
 from passes.ir.sized_graph import with_fixed_sizes
 from passes.ir.torch_compat import fake_like, lazy_module
 from passes.ir.torch_sizes import SYMBOLIC, SymbolicShapes, results_sized, symbols_unwarned

@@ -13,9 +13,8 @@ import torch
 from torch import fx, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.provenance import is_user_file, node_module, node_source, place_text
+from passes.capture.provenance import is_user_file, node_module, node_source, place_text, refused
 from passes.capture.questions import Undecided
-from passes.capture.refusals import refused
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 

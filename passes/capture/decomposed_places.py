@@ -213,11 +213,6 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
-def unsafe_split(x: Tensor, size: int | Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Unsafe only in that nobody may write to its parts: `nn.GRUCell` and `nn.LSTMCell` call it."""
-    return list(x.split(size if isinstance(size, int) else list(size), dim))
-
-
 def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     """Every dim of n repeated r times is [r, n] with r broadcast, flattened. Torch's result lies in rows."""
     x = x.reshape([*([1] * (len(repeats) - x.ndim)), *x.shape])
@@ -285,8 +280,6 @@ PLACES: dict[Any, Callable[..., Any]] = {
     aten.select_scatter.default: select_scatter,
     aten.unbind.int: unbind,
     aten.stack.default: stack,
-    aten.unsafe_split.Tensor: unsafe_split,
-    aten.unsafe_split_with_sizes.default: unsafe_split,
     aten.repeat.default: repeat,
     aten.transpose.int: transpose,
     aten.t.default: lambda x: transpose(x, 0, x.ndim - 1),

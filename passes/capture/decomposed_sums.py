@@ -108,10 +108,6 @@ def trilinear(
     return torch.einsum(f"{','.join(read)}->{left}", a, b, c)
 
 
-def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.where(x > 0, x, weight * x)
-
-
 def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x > 0, grad, weight * grad), torch.where(x > 0, torch.zeros_like(x), x * grad)
 
@@ -282,7 +278,6 @@ SUMS: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: trilinear,
     aten.searchsorted.Scalar: searchsorted,
     aten.bucketize.Scalar: bucketize,
-    aten._prelu_kernel.default: prelu,
     aten._prelu_kernel_backward.default: prelu_backward,
     aten.native_layer_norm.default: layer_norm,
     aten._native_batch_norm_legit_functional.default: batch_norm,

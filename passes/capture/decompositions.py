@@ -16,7 +16,7 @@ a rank whose part lies otherwise would factorize another matrix than its gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,12 +91,6 @@ def rrelu_with_noise(
         return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
     slopes = torch.where(x > 0, 1.0, torch.rand_like(x) * (upper - lower) + lower)
     return x * slopes, slopes
-
-
-def rrelu_with_noise_backward(
-    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, is_result: bool
-) -> Tensor:
-    return grad * noise if training else torch.where(x > 0, grad, grad * ((lower + upper) / 2))
 
 
 def _torchs_own(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,10 +171,6 @@ def diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim
     return torch.where(chosen, each.unsqueeze(-1), x).movedim((-2, -1), (dim1, dim2))
 
 
-def diagonal_backward(grad: Tensor, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Tensor:
-    return diagonal_scatter(grad.new_zeros(shape), grad, offset, dim1, dim2)
-
-
 def _pairs(n: int) -> Tensor:
     """Of rows i < j, their place among all [n * n]."""
     i, j = torch.triu_indices(n, n, 1)
@@ -202,13 +192,11 @@ def pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tens
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     **{op: _torchs_own(form) for op, form in _DRAWN.items()},
-    aten.rrelu_with_noise_backward.default: rrelu_with_noise_backward,
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
     aten._linalg_solve_ex.default: solve_ex,
     aten.trace.default: trace,
     aten.diagonal_scatter.default: diagonal_scatter,
-    aten.diagonal_backward.default: diagonal_backward,
     aten._pdist_forward.default: pdist_forward,
     aten._pdist_backward.default: pdist_backward,
 }
@@ -226,10 +214,11 @@ native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_ba
 _native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_with_update_functional
 _batch_norm_no_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward
 miopen_batch_norm_backward _weight_norm_interface
+_prelu_kernel rrelu_with_noise_backward
 hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_relu_backward
 glu glu_backward mish_backward softplus_backward masked_fill
 rsub tril triu tril_indices triu_indices linalg_vector_norm norm aminmax count_nonzero
-addmv addr split diag_embed eye linspace
+addmv addr split unsafe_split unsafe_split_with_sizes diag_embed diagonal_backward eye linspace
 affine_grid_generator _euclidean_dist dist vdot std_mean nansum take rot90 narrow_copy block_diag
 renorm index_fill index_copy max_unpool2d max_unpool3d _safe_softmax
 _unsafe_masked_index _unsafe_masked_index_put_accumulate

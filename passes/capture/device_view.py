@@ -178,11 +178,6 @@ def accelerator_autocast(device_type: str) -> Generator[None]:
         yield
 
 
-_CAPABILITY = (9, 0)
-"""What a model that asks for the compute capability is told, whatever the GPU: the graph is one for all of them. It
-is Hopper's; the kernels that run are chosen by the real one."""
-
-
 @contextmanager
 def seen_on(device_type: str) -> Generator[None]:
     """Inside, traced tensors are on the first device of `device_type` as far as the model's code can see, its
@@ -206,8 +201,10 @@ def seen_on(device_type: str) -> Generator[None]:
 
 def _answer_for_machine(stack: ExitStack, device_type: str) -> None:
     """What a model may ask of the machine, answered as on a rank."""
+    # What a model that asks for the compute capability is told, whatever the GPU: the graph is one for all of
+    # them. It is Hopper's; the kernels that run are chosen by the real one.
     of_type: dict[str, Any] = {
-        "is_available": True, "is_bf16_supported": True, "current_device": 0, "get_device_capability": _CAPABILITY,
+        "is_available": True, "is_bf16_supported": True, "current_device": 0, "get_device_capability": (9, 0),
     }  # fmt: skip
     of_any: dict[str, Any] = {"is_available": True, "current_accelerator": torch.device(device_type)}
     for module, answers in ((getattr(torch, device_type, None), of_type), (torch.accelerator, of_any)):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.ir.joint import CPU, ancestors, computed, node_value, tensor_operands
+from passes.ir.joint import CPU, ancestors, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_product
+from passes.ir.torch_sizes import computed
 from passes.ir.torch_tracing import fake_of, tracing_suspended
 
 aten = torch.ops.aten

@@ -1,8 +1,9 @@
-"""Which module and which line of the user's code every traced op comes from.
+"""Which module and which line of the user's code every traced op comes from, and errors that name them.
 
 The tracer copies `torch.fx.traceback.current_meta["custom"]` to each node it makes, and from a
 forward node to the backward nodes that differentiate it. Here that entry is kept up to date: by
-hooks around every module call, and by a mode that sees every call of a torch function.
+hooks around every module call, and by a mode that sees every call of a torch function. Refused there: tensors that
+no graph holds, since they are not dense: sparse, nested, quantized, oneDNN's.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from passes.capture.refusals import check_dense_call
+from cost_model.errors import CaptureError, UnsupportedOpError
+from passes.ir.torch_tracing import NESTED_MAKERS
 
 _MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -146,3 +148,56 @@ def node_is_saved(node: fx.Node) -> bool:
 def node_checkpoint(node: fx.Node) -> int | None:
     """Which call of `torch.utils.checkpoint` runs `node`, or what it differentiates; None: none does."""
     return node.meta.get("custom", {}).get(_AGAIN)
+
+
+_COMPRESSED = """to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_compressed_tensor sparse_csr_tensor
+sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"""
+_MAKERS = {**dict.fromkeys(_COMPRESSED.split(), "sparse"), **dict.fromkeys(NESTED_MAKERS, "nested")}
+"""Functions that may not run on traced tensors, not even to see what they make: some end the process."""
+
+
+def refused(what: str, remedy: str, *, model: nn.Module | None = None, at: str | None = "") -> CaptureError:
+    """at: the user's line."""
+    subject = "cannot capture" if model is None else f"cannot capture {type(model).__name__}"
+    line = f"\n  at {at}" if at else ""
+    return CaptureError(f"{subject}: {what}{line}\n  try: {remedy}")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """CaptureError for a parameter, buffer or argument that is not dense."""
+    if not is_dense(tensor):
+        kind = _kind(tensor)
+        dense = {
+            "nested": f"torch.nested.to_padded_tensor({name}, 0.0), and a mask",
+            "quantized": f"{name}.dequantize()",
+        }.get(kind, f"{name}.to_dense()")
+        raise refused(f"{name} is {kind}, not a dense tensor", dense)
+
+
+def check_dense_call(func: Any, args: Sequence[Any], result: Any = None) -> None:
+    """UnsupportedOpError for a call of a torch function that takes, makes or would make such a tensor."""
+    name = getattr(func, "__name__", "")
+    made = _MAKERS.get(name)
+    for value in (*args, result):
+        if isinstance(value, Tensor) and not is_dense(value) and name != "__get__":
+            made = _kind(value)
+    if made == "nested":
+        raise UnsupportedOpError(
+            "it makes or takes a nested tensor, and graphs hold dense ones\n"
+            "  try: a padded tensor and a mask, made before the call"
+        )
+    if made is not None:
+        raise UnsupportedOpError(
+            f"{name}() takes or makes a {made} tensor, and graphs hold dense ones\n  try: a dense tensor: .to_dense() "
+            "before the model gets it, a mask, or torch.zeros(size).index_put(indices, values, accumulate=True)"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return "nested"
+    return "quantized" if tensor.is_quantized else str(tensor.layout)

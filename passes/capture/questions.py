@@ -58,7 +58,7 @@ class Question:
     @property
     def is_branch(self) -> bool:
         """Whether there are two answers."""
-        return _is_branch(self.value)
+        return self.value.dtype == torch.bool and self.value.dim() == 0
 
     @property
     def is_awaited(self) -> bool:
@@ -253,10 +253,6 @@ NO = torch.tensor(False)
 
 def _is_awaited(answer: Tensor) -> bool:
     return answer.dtype == AWAITED.dtype and not answer.numel()
-
-
-def _is_branch(value: Tensor) -> bool:
-    return value.dtype == torch.bool and value.dim() == 0
 
 
 def _lines() -> tuple[str, str]:

@@ -21,7 +21,7 @@ from passes.capture.places import (
     contents,
     refill,
 )
-from passes.capture.refusals import refused
+from passes.capture.provenance import refused
 from passes.capture.stand_ins import Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
 from passes.ir.torch_dispatch import module_reads_seen

@@ -15,14 +15,12 @@ from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
-from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.known_values import History
-from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
+from passes.capture.model_state import Slot, held_tensors_kept, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
-from passes.capture.provenance import provenance
+from passes.capture.provenance import provenance, refused
 from passes.capture.questions import Questions, RunEnded
-from passes.capture.refusals import refused
 from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
 from passes.capture.stand_ins import Spot, Uses, put_stand_ins

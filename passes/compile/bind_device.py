@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import passes.ops.product_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
+import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.fuse_eager import VIEWS
 from passes.compile.join_linears import OpWriter
 from passes.ir.graph_pass import RankPass
-from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.graph_properties import COLLECTIVES, FUNCTIONAL, is_start
 from passes.ir.joint import node_value
-from passes.ir.rank_properties import COLLECTIVES, is_start
 from passes.ir.torch_compat import fakes_on
 
 

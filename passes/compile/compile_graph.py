@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cost_model.checked_arguments import reject
-from cost_model.errors import ShardingError, UnsupportedOpError
+from cost_model.errors import ShardingError, UnsupportedOpError, reject
 from passes.compile.bind_device import WriteIntoBuckets
 from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager, call_directly
 from passes.compile.join_linears import JoinLinears
 from passes.compile.kept_code import code_name, keep_code, kept_code
-from passes.ir.autocast_off import autocast_off
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective, is_view
+from passes.ir.process_state import autocast_off
 from passes.ir.sized_graph import take_numbers
 from passes.ir.torch_compat import (
     boxed_forward,

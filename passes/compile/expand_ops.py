@@ -12,10 +12,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from passes.ir.autocast_off import autocast_off
 from passes.ir.fake_calls import looks
 from passes.ir.joint import map_operands, tensor_operands
 from passes.ir.op_traits import is_collective, is_use
+from passes.ir.process_state import autocast_off
 from passes.ir.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 from passes.ops import (
     circular_pad,
@@ -26,7 +26,7 @@ from passes.ops import (
 )
 from passes.ops.attention_op import attention_backward_reference, attention_reference
 from passes.ops.attention_table import Chip
-from passes.ops.product_ops import contract_reference
+from passes.ops.layer_ops import contract_reference
 from passes.ops.routed_ops import (
     grouped_mm_reference,
     routed_mm_reference,

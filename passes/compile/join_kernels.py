@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.compile.fuse_eager import Bound, Pattern, is_read_elsewhere, matches, op
 from passes.compile.join_linears import OpWriter, drop_unread, shape_of
-from passes.compile.patterns import Bound, Pattern, is_read_elsewhere, matches, op
 from passes.ir.graph_pass import RankPass
+from passes.ir.graph_properties import COLLECTIVES
 from passes.ir.op_traits import is_cast
-from passes.ir.rank_properties import COLLECTIVES
 
 aten = torch.ops.aten
 add, sub, mul, div = (op(getattr(aten, name).Tensor) for name in ("add", "sub", "mul", "div"))

@@ -12,8 +12,8 @@ from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass
+from passes.ir.graph_properties import COLLECTIVES
 from passes.ir.op_traits import is_collective
-from passes.ir.rank_properties import COLLECTIVES
 from passes.ir.torch_compat import fake_mode_of
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.ir.autocast_off import autocast_off
+from passes.ir.process_state import autocast_off
 
 
 class FakeCalls:
@@ -33,7 +33,7 @@ class FakeCalls:
         key = (target, looks(tuple(args)), looks(kwargs))
         found = self._results.get(key, _MISSING)
         if found is _MISSING:
-            values = map_arg((tuple(args), kwargs), _value)
+            values = map_arg((tuple(args), kwargs), lambda node: node.meta["val"])
             with torch.no_grad(), autocast_off(), nullcontext() if mode is None else mode:
                 found = self._results[key] = target(*values[0], **values[1])
         return found
@@ -43,10 +43,6 @@ _MISSING = object()
 
 
 _PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype})
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def _whole_look(tensor: torch.Tensor) -> Hashable:

@@ -1,17 +1,88 @@
-"""What holds of every joint graph, before and after every pass, and the properties that no single pass is about.
-
-A property that one pass brings about is stated beside that pass (`passes/canonicalize/`).
-"""
+"""What can be said of a graph and checked: what holds before and after every pass, and what passes keep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import fx
 
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_values
-from passes.ir.properties import HasGraph, Kept, Property, described, of_ops
+from passes.ir.op_traits import is_collective
+
+
+class BrokenGraphError(AssertionError):
+    """A pass was given, or has made, a graph that is not as it should be: an error of the pass, not of the model."""
+
+
+class HasGraph(Protocol):
+    """A `JointGraph` or an `fx.GraphModule`."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+
+G = TypeVar("G", bound=HasGraph)
+
+
+@dataclass(frozen=True)
+class Property(Generic[G]):
+    """Something true of a graph, or not.
+
+    name:      the sentence that holds.
+    violation: what of a graph is against it, with the node and its source line; None if nothing is.
+    """
+
+    name: str
+    violation: Callable[[G], str | None]
+
+
+@dataclass(frozen=True)
+class Kept(Generic[G]):
+    """Something that a pass does not change.
+
+    name: what it is. lines: it, written down; sort them if their order is free.
+    """
+
+    name: str
+    lines: Callable[[G], Sequence[str]]
+
+    def change(self, before: Sequence[str], after: Sequence[str]) -> str | None:
+        """The first place where the two differ."""
+        for old, new in zip_longest(before, after):
+            if old != new:
+                return f"was {old or 'at its end'}\n  is  {new or 'at its end'}"
+        return None
+
+
+def of_ops(name: str, complaint: Callable[[fx.Node], str | None]) -> Property[Any]:
+    """The property that `complaint` has nothing to say of any op. It returns what is wrong with one, in a clause."""
+
+    def violation(graph: HasGraph) -> str | None:
+        for node in graph.graph.nodes:
+            wrong = complaint(node) if node.op == "call_function" else None
+            if wrong is not None:
+                return f"{described(node)}: {wrong}"
+        return None
+
+    return Property(name, violation)
+
+
+def described(node: fx.Node) -> str:
+    """`%mm_1 = aten.mm.default(%x, %w), layers.0, model.py:12`: a node, its layer and its source line."""
+    places = [str(node.meta[key]) for key in ("module", "source") if node.meta.get(key)]
+    return ", ".join([_call(node), *places])
+
+
+def _call(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return f"%{node.name} ({node.op})"
+    operands = ", ".join(f"%{operand.name}" for operand in node.all_input_nodes)
+    return f"%{node.name} = {node.target}({operands})"
+
 
 _META = ("val", "phase", "module", "source")
 
@@ -103,10 +174,8 @@ INVARIANTS: tuple[Property[Any], ...] = (
 
 def _ends(joint: JointGraph) -> Sequence[str]:
     """A pass may append a seed."""
-    given = zip(joint.inputs, joint.placeholders, strict=True)
-    inputs = [_end(spec, node) for spec, node in given if spec.kind != "seed"]
-    returned = zip(joint.outputs, joint.results, strict=True)
-    return [*inputs, *(_end(spec, node) for spec, node in returned)]
+    inputs = [_end(spec, node) for node, spec in joint.given if spec.kind != "seed"]
+    return [*inputs, *(_end(spec, node) for spec, node in joint.returned)]
 
 
 def _end(spec: GraphInput | GraphOutput, node: fx.Node | None) -> str:
@@ -127,3 +196,64 @@ NO_USES = of_ops(
 
 CAPTURED = (NO_USES,)
 """What holds of a captured graph."""
+
+
+aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_MOVING = (
+    aten.cat.default,
+    aten.clone.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.view.default,
+)
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether `node` starts a collective."""
+    return is_collective(node) and node.target is not _WAIT
+
+
+def group_of(start: fx.Node) -> str:
+    """The name of the process group of a collective: its last argument, but for the name of what it serves."""
+    named = str(start.target).startswith("autoshard_c10d_functional.")
+    return str(start.args[-2 if named else -1])
+
+
+def _unawaited(node: fx.Node) -> str | None:
+    if is_start(node):
+        readers = [user.name for user in node.users]
+        waits = [user for user in node.users if user.target is _WAIT]
+        return None if len(waits) == len(readers) == 1 else f"is read by {readers}, not by its wait alone"
+    if node.target is _WAIT and not is_start(node.all_input_nodes[0]):
+        return "waits for no collective"
+    return None
+
+
+RANK_INVARIANTS: tuple[Property[Any], ...] = (
+    IN_ORDER,
+    of_ops("every op has meta val", lambda node: None if "val" in node.meta else "has none"),
+    of_ops("every collective is waited for once, and read by nothing else", _unawaited),
+)
+"""Of every rank's graph. A wait stands behind its collective, as every node stands behind its operands."""
+
+
+def _ops(graph: HasGraph) -> Sequence[str]:
+    return sorted(described(node) for node in graph.graph.nodes)
+
+
+def _computing(graph: HasGraph) -> Sequence[str]:
+    """Without operands: a pass may put other pieces of the same values in."""
+    ops = [node for node in graph.graph.nodes if node.op == "call_function" and not is_collective(node)]
+    return sorted(f"%{node.name} = {node.target}" for node in ops if node.target not in _MOVING)
+
+
+def _collectives(graph: HasGraph) -> Sequence[str]:
+    """In place or not is all the same."""
+    starts = [node for node in graph.graph.nodes if is_start(node)]
+    return [f"{str(node.target).replace('_.default', '.default')} in {group_of(node)}" for node in starts]
+
+
+OPS: Kept[Any] = Kept("all nodes and their operands", _ops)
+COMPUTING: Kept[Any] = Kept("the ops that neither move data nor communicate", _computing)
+COLLECTIVES: Kept[Any] = Kept("the collectives, in their order", _collectives)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +13,6 @@ from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_dispatch import input_nodes
-from passes.ir.torch_sizes import with_sizes
 
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
@@ -117,13 +117,23 @@ class JointGraph:
         return list(self.output_node.args[0])  # type: ignore[arg-type]
 
     @property
+    def given(self) -> list[tuple[fx.Node, GraphInput]]:
+        """Each placeholder and what it is."""
+        return list(zip(self.placeholders, self.inputs, strict=True))
+
+    @property
+    def returned(self) -> list[tuple[GraphOutput, fx.Node | None]]:
+        """What each result is, and its node."""
+        return list(zip(self.outputs, self.results, strict=True))
+
+    @property
     def trained(self) -> set[fx.Node]:
         """Placeholders of the parameters that get a gradient."""
-        nodes = self.placeholders
-        ends = zip(self.outputs, self.results, strict=True)
-        found = {nodes[end.index] for end, result in ends if end.kind == "grad" and result is not None}
-        kinds = zip(nodes, self.inputs, strict=True)
-        return found & {node for node, spec in kinds if spec.kind == "param"}
+        given = self.given
+        ends = (
+            given[end.index] for end, result in self.returned if end.kind == "grad" and result is not None
+        )
+        return {node for node, spec in ends if spec.kind == "param"}
 
 
 def repeats(node: fx.Node) -> int:
@@ -208,19 +218,6 @@ def first_value(node: fx.Node) -> torch.Tensor:
     return next(v for v in node_values(node) if v is not None)
 
 
-def computed(
-    nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any], sizes: Sequence[tuple[Any, int]] = ()
-) -> dict[fx.Node, Any]:
-    """The values of `nodes`, which are in order, and `values`, which they are computed from. sizes: what those in
-    symbols are."""
-    results = dict(values)
-    for node in nodes:
-        if node not in results:
-            args, kwargs = fx.map_arg(with_sizes((node.args, node.kwargs), sizes), results.__getitem__)
-            results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return results
-
-
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """`nodes` and all they are computed from."""
     found: set[fx.Node] = set()
@@ -245,3 +242,56 @@ def dependents(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.N
 def results_nbytes(node: fx.Node) -> int:
     """Bytes of all results of `node`."""
     return sum(value.numel() * value.element_size() for value in node_values(node) if value is not None)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The ops of a step in the order in which they run: what runs before the pieces of a batch, forward and backward of
+    each piece, what runs after. Where nothing is in pieces, all is forward and backward."""
+
+    before: tuple[fx.Node, ...]
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    after: tuple[fx.Node, ...]
+
+
+def segments(joint: JointGraph) -> Segments:
+    """The ops of `joint` by the part of a step in which they run."""
+    forward, backward = ops_by_phase(joint)
+    if joint.pieces == 1:
+        return Segments((), forward, backward, ())
+    whole = [*forward, *backward]
+    of = lambda ops, runs: [node for node in ops if node.meta["runs"] == runs]
+    piece = of(forward, "piece"), of(backward, "piece")
+    return Segments(tuple(of(whole, "before")), *piece, tuple(of(whole, "after")))
+
+
+def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The ops of the forward (what outputs and new buffers depend on) and of the backward (the rest)."""
+    ops = [n for n in joint.graph.nodes if n.op == "call_function"]
+    forward = ancestors(n for spec, n in joint.returned if n is not None and spec.kind != "grad")
+    dependent = after_tangents(joint)
+    late = [n for n in ops if n not in forward]
+    roots = [*(n for n in late if n in dependent), *late]
+    return [n for n in ops if n in forward], on_demand(roots, forward)
+
+
+def after_tangents(joint: JointGraph) -> set[fx.Node]:
+    """The tangents, and every op that depends on one."""
+    return dependents(joint.graph.nodes, (node for node, spec in joint.given if spec.kind == "tangent"))
+
+
+def on_demand(roots: Iterable[fx.Node], available: AbstractSet[fx.Node] = frozenset()) -> list[fx.Node]:
+    """The ops that lead from `available` values and placeholders to `roots`, each right before its
+    first reader: what the backward computes again or gathers lives no longer than it must."""
+    order: dict[fx.Node, None] = {}
+    unmet = lambda node: node.op == "call_function" and node not in order and node not in available
+    for root in roots:
+        stack = [root]
+        while stack:
+            missing = [n for n in input_nodes(stack[-1]) if unmet(n)] if unmet(stack[-1]) else []
+            if missing:
+                stack.extend(reversed(missing))
+            elif unmet(node := stack.pop()):
+                order[node] = None
+    return list(order)

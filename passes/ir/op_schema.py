@@ -1,14 +1,18 @@
-"""The arguments that ops take, by name."""
+"""The arguments that ops take, by name, and what of a call decides its rule and its seconds."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
+
+from passes.ir.fake_calls import looks
+from passes.ir.joint import node_values
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,14 @@ def written_arguments(key: str) -> tuple[str, ...]:
     ops = [getattr(packet, n) for n in names if overload in ("", n)]
     written = [[a.name for a in op._schema.arguments if a.is_write] for op in ops]
     return tuple(written[0]) if written and all(written) else ()
+
+
+def op_signature(node: fx.Node) -> Hashable:
+    """Equal for two ops if all that a rule's builder and the prices read is: the op, every tensor operand and result in
+    shape and dtype, and every other argument in type, value and place. Names, strides and readers do not count.
+    """
+    return node.target, looks((node.args, node.kwargs, node_values(node)), _shape)
+
+
+def _shape(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.dtype

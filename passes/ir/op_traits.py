@@ -71,7 +71,6 @@ _KNOWN = ("aten.", "prims.", "autoshard", "<")
 
 # A reduction is computed again only if it reads at most this many times what it writes, as in torch.compile's
 # partitioner: beyond that, saving the small result beats reading the large operand again.
-_REDUCTION_RATIO = 4
 
 
 def op_kind(node: fx.Node) -> OpKind | None:
@@ -160,7 +159,7 @@ def is_cheap(node: fx.Node) -> bool:
     """
     if is_reduction(node):
         read = max((numel(n) for n in node.all_input_nodes), default=0)
-        return read <= _REDUCTION_RATIO * numel(node)
+        return read <= 4 * numel(node)
     return fuses(node) or is_view(node)
 
 

@@ -83,10 +83,6 @@ def global_flops(node: fx.Node) -> float:
     return 0.0
 
 
-_NARROW = 16
-"""Channels: CPUs convolve in vectors of as many (float32, AVX-512), and waste what they do not fill."""
-
-
 def arithmetic_kind(node: fx.Node, local_shape: Callable[[int], Sequence[int]]) -> KernelKind | None:
     """By what measured rate the operations of `node` run; None: pointwise and the like.
 
@@ -108,7 +104,8 @@ def _convolution_kind(
 ) -> KernelKind:
     """By the fewer of the channels that one group reads and makes; within groups they are never split."""
     shape = local_shape(weight) if groups == 1 else node_value(tensor_operands(node)[weight]).shape
-    return "narrow_convolution" if min(shape[0] // groups, shape[1]) < _NARROW else "convolution"
+    # Channels: CPUs convolve in vectors of as many (float32, AVX-512), and waste what they do not fill.
+    return "narrow_convolution" if min(shape[0] // groups, shape[1]) < 16 else "convolution"
 
 
 @cache

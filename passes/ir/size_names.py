@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cost_model.checked_arguments import reject
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject
 from passes.ir.torch_sizes import SizeSymbols, SymbolicShapes, marked_dims
 
 SIZE_NAMES = ("batch", "sequence", "height", "width")

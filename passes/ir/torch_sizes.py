@@ -5,13 +5,14 @@ while a graph was made. Private torch APIs are used as in `passes.ir.torch_compa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.ir.torch_dispatch import onednn_off, replaced_attribute, replaced_kernels
@@ -210,3 +211,16 @@ def symbolic_sizes() -> Generator[None]:
         enable_python_dispatcher(),
     ):
         yield
+
+
+def computed(
+    nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any], sizes: Sequence[tuple[Any, int]] = ()
+) -> dict[fx.Node, Any]:
+    """The values of `nodes`, which are in order, and `values`, which they are computed from. sizes: what those in
+    symbols are."""
+    results = dict(values)
+    for node in nodes:
+        if node not in results:
+            args, kwargs = fx.map_arg(with_sizes((node.args, node.kwargs), sizes), results.__getitem__)
+            results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return results

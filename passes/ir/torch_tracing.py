@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from passes.ir.autocast_off import autocast_off
+from passes.ir.process_state import autocast_off
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_sizes import SizeSymbols
 

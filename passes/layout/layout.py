@@ -8,15 +8,53 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from cost_model.checked_arguments import Count, Word
+from cost_model.errors import Count, Text, Word
 from cost_model.mesh import MeshSpec
+
+
+class FactorSplit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`factor` is split over `axes` (major to minor).
+
+    spans: what each linear index over the axes computes of it; None: torch.chunk's parts. They may overlap where every
+           result has the factor: then ranks compute the same, and need not be told by others.
+    """
+
+    factor: Text
+    axes: tuple[Word, ...]
+    spans: tuple[Span, ...] | None = None
+
+    def parts(self, length: int, mesh: MeshSpec) -> tuple[Span, ...]:
+        """What each linear index over the axes computes of a factor of `length`."""
+        if self.spans is not None:
+            return self.spans
+        return nested_spans(length, tuple(mesh.size(axis) for axis in self.axes))
+
+
+@dataclass(frozen=True)
+class NodeLayouts:
+    """operands: the layout in which the op reads each tensor operand (order of `tensor_operands`).
+    results:  the layout of each result as the op leaves it.
+    splits:   which factors of the op's rule are split, and how.
+
+    A placeholder has one result and no operands; the graph's output node has operands only.
+    """
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    splits: tuple[FactorSplit, ...] = ()
+
+
+Assignment = Mapping[str, NodeLayouts]
+"""Global node name -> layouts. `getitem` nodes are not in it: they select a result of their producer."""
+
 
 REDUCE_OPS = ("sum", "max", "min")
 ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join(REDUCE_OPS)})$")]
@@ -46,13 +84,9 @@ def laps(span: Span, part: Span, length: int) -> list[tuple[Span, int]]:
     return [(places, shift) for places, shift in met if places[0] < places[1]]
 
 
-def spans_of(sizes: Sequence[int]) -> tuple[Span, ...]:
-    """The ranges that sizes make up in a row."""
-    return _spans_of(tuple(sizes))
-
-
 @cache
-def _spans_of(sizes: tuple[int, ...]) -> tuple[Span, ...]:
+def spans_of(sizes: tuple[int, ...]) -> tuple[Span, ...]:
+    """The ranges that sizes make up in a row."""
     ends = (0, *itertools.accumulate(sizes))
     return tuple(itertools.pairwise(ends))
 

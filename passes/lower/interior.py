@@ -26,8 +26,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, map_operands, result_index, tensor_operands
 from passes.ir.op_traits import is_use
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Span
+from passes.layout.layout import Assignment, Span
 from passes.plan.planned_graph import Transfer
 from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.core.rule import LocalContext, OpRule

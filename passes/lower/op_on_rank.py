@@ -12,8 +12,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, tensor_operands
 from passes.ir.torch_compat import last_node
-from passes.layout.assignment import FactorSplit, NodeLayouts
-from passes.layout.layout import Span
+from passes.layout.layout import FactorSplit, NodeLayouts, Span
 from passes.rules.core.rule import OpRule
 
 Emit = Callable[[fx.Node, Callable[..., Any], Sequence[Any], dict[str, Any]], fx.Node]
@@ -100,15 +99,13 @@ class Served:
 
     @staticmethod
     def of(joint: JointGraph) -> Served:
-        inputs = zip(joint.placeholders, joint.inputs, strict=True)
-        parameters = {node: spec.name for node, spec in inputs if spec.kind == "param"}
-        ends = zip(joint.outputs, joint.results, strict=True)
+        parameters = {node: spec.name for node, spec in joint.given if spec.kind == "param"}
         graded = set(parameters.values())
         return Served(
             parameters,
             [
                 end.name if end.kind == "grad" and end.name in graded else None
-                for end, result in ends
+                for end, result in joint.returned
                 if result is not None
             ],
         )

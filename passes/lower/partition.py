@@ -11,10 +11,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from cost_model.mesh import MeshSpec
-from passes.ir.collector import collector_paused
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
+from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_node
 from passes.layout.layout import Layout, Span
@@ -24,7 +24,7 @@ from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rules_of
-from passes.schedule.later_steps import later_places
+from passes.schedule.issue_order import later_places
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def partition(
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
     the one the op reads, the steps of `planned` are emitted before it, and their nodes get its turn, and
-    those of further steps that of a later one (`passes.schedule.later_steps`).
+    those of further steps that of a later one (`passes.schedule.issue_order`).
     `groups` names the process group of every tuple of axes. Ops of `planned.interiors` are computed in parts, so that
     a halo travels meanwhile (`passes.lower.interior`).
 
@@ -260,7 +260,7 @@ class _Writer:
 def order_of(
     transfer: Transfer, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """What the nodes of a transfer say of when it runs. later: of `passes.schedule.later_steps`."""
+    """What the nodes of a transfer say of when it runs. later: of `passes.schedule.issue_order`."""
     order: dict[str, Any] = {"turn": planned.turns[transfer]}
     if transfer in later:
         order["later"] = later[transfer]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.collector import collector_paused
-from passes.ir.joint import GraphInput, GraphOutput, ancestors, result_index
+from passes.ir.joint import GraphInput, GraphOutput, ancestors, on_demand, result_index
 from passes.ir.op_traits import is_cheap, is_collective, is_view, numel
-from passes.ir.phase_ops import on_demand
+from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.recompute import choose_saved

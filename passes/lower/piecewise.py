@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from passes.ir.joint import GraphInput, GraphOutput, ancestors, dependents
 from passes.ir.op_traits import is_collect, is_collective, is_piece, is_view
@@ -14,8 +15,80 @@ from passes.lower.partition import RankGraph
 from passes.lower.phases import extract, unaliased
 from passes.lower.rank_program import RankProgram
 
-_BACKWARD = 2
-"""Turn of the first collectives of which only gradients are made (`passes.plan.planned_graph.Turn`)."""
+
+def pieces_of(program: RankProgram, pieces: int) -> RankPieces:
+    """pieces: of the joint graph that `program` is of."""
+    return one_piece(program) if pieces == 1 else split_pieces(program)
+
+
+def one_piece(program: RankProgram) -> RankPieces:
+    """All of `program` is the piece; nothing runs before it or after it."""
+    placeholders = [node for node in program.local.module.graph.nodes if node.op == "placeholder"]
+    ends = list(zip(program.outputs, _results(program), strict=True))
+    names = [None if node is None else f"result {place}" for place, (_, node) in enumerate(ends)]
+    values = [place for place, (end, _) in enumerate(ends) if end.kind != "grad"]
+    gradients = [place for place, (end, _) in enumerate(ends) if end.kind == "grad"]
+    return RankPieces(
+        before=_nothing(),
+        taken=(),
+        made=(),
+        piece=program,
+        given=tuple(PieceInput(node.name) for node in placeholders),
+        left=tuple(Collected(f"result {place}", "own") for place in (*values, *gradients)),
+        after=_nothing(),
+        read=(),
+        ended=(),
+        results=tuple(names),
+    )
+
+
+def _results(program: RankProgram) -> list[fx.Node | None]:
+    return list(program.local.module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _nothing() -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(())
+    return lazy_module(graph)
+
+
+IN_PLACE = {"sum": torch.Tensor.add_, "max": torch.maximum, "min": torch.minimum}
+"""How a piece's value is added to what those before it have left, in that one's place where possible."""
+
+
+def given_values(given: Sequence[PieceInput], known: Mapping[str, Tensor]) -> list[Tensor]:
+    """The inputs of a piece's forward and backward, parts as views. known: placeholders and what was made before."""
+    return [
+        known[one.source] if one.part is None else known[one.source].narrow(*one.part).contiguous()
+        for one in given
+    ]
+
+
+def leave(left: Sequence[Collected], values: Sequence[Tensor], known: dict[str, Tensor]) -> None:
+    """Add what a piece leaves, `values`, to what those before it have left in `known`."""
+    for one, value in zip(left, values, strict=True):
+        found = known.get(one.name)
+        if one.how == "cat":
+            if found is None:
+                shape = [one.length if d == one.dim else n for d, n in enumerate(value.shape)]
+                found = known[one.name] = value.new_empty(shape)
+            found.narrow(one.dim, one.start, value.shape[one.dim]).copy_(value)
+        elif found is None or one.how == "own":
+            known[one.name] = value
+        else:
+            known[one.name] = IN_PLACE[one.how](found, value)
+
+
+def step_results(
+    parts: RankPieces, known: Mapping[str, Tensor], leaves: Sequence[str]
+) -> list[Tensor | None]:
+    """The results of the step, none of which shares storage with one of `leaves` or another. known: all values."""
+    taken, found = set(leaves), list[Tensor | None]()
+    for name in parts.results:
+        value = None if name is None else known[name]
+        found.append(value.clone() if value is not None and name in taken else value)
+        taken.add(str(name))
+    return found
 
 
 @dataclass(frozen=True)
@@ -78,7 +151,8 @@ def without_gradients(program: RankProgram) -> RankProgram:
     results = graph.graph_copy(program.local.module.graph, {}) or ()
     ends = zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
     kept = [None if end.kind == "grad" else node for end, node in ends]
-    early = [n for n in graph.nodes if is_collective(n) and n.meta.get("turn", (0,))[0] < _BACKWARD]
+    # Turn of the first collectives of which only gradients are made (`passes.plan.planned_graph.Turn`).
+    early = [n for n in graph.nodes if is_collective(n) and n.meta.get("turn", (0,))[0] < 2]
     wanted = ancestors([*(node for node in kept if node is not None), *early])
     graph.output(tuple(kept))
     for node in reversed(list(graph.nodes)):

@@ -5,22 +5,182 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
 from passes.compile.join_kernels import JoinKernels
 from passes.compile.join_linears import JoinConvolutions
-from passes.ir.graph_pass import run_rank_passes
-from passes.ir.joint import GraphInput, GraphOutput, JointGraph
-from passes.ir.rewrite import duplicate_module
-from passes.lower.missing_tangents import usually_missing, without_tangents
+from passes.ir.graph_pass import duplicate_module, erase_dead, run_rank_passes
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors, node_value
+from passes.ir.op_traits import reads_shape_only
+from passes.ir.torch_compat import lazy_module
+from passes.ir.torch_dispatch import copied_node, input_nodes
 from passes.lower.partition import RankGraph, partition
-from passes.lower.phases import Backward, Phases, split_phases
+from passes.lower.phases import Backward, Phases, exchanges, split_phases, unaliased
 from passes.plan.planned_graph import PlannedGraph
 from passes.schedule.schedule import scheduled
 from passes.states.compute_again import compute_again
+
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+
+
+def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
+    """`backward` for a call in which the tangents of outputs `missing` (`GraphInput.index`) are zero.
+
+    Every value of a backward is linear in the tangents, so an op whose operands that depend on a
+    tangent are all zero is zero, a collective included: it is left out, on all ranks alike. A sum
+    with a zero is its other operand. A gradient that is zero becomes None, as autograd has it.
+
+    The result takes none of the missing tangents, and only the values that are still read.
+    """
+    placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
+    tangents = dict(zip(placeholders[-len(backward.tangents) :], backward.tangents, strict=True))
+    folder = _Folder({node for node, spec in tangents.items() if spec.index in missing})
+    folder.dependent.update(tangents)
+    for node in backward.module.graph.nodes:
+        if node not in folder.missing:
+            folder.fold(node)
+    return _finished(backward, folder, missing)
+
+
+def without_usually_missing(joint: JointGraph) -> JointGraph:
+    """A new joint graph that gives no gradient to outputs that get none in a usual step. It takes all tangents."""
+    folder = _Folder(missing_tangents(joint))
+    folder.dependent.update(_tangents(joint))
+    for node in joint.graph.nodes:
+        folder.fold(node)
+    folder.graph.output(tuple(folder.results))
+    erase_dead(folder.graph)
+    return replace(joint, module=lazy_module(folder.graph, "JointGraph"))
+
+
+def missing_tangents(joint: JointGraph) -> set[fx.Node]:
+    """The tangents of outputs that get no gradient in a usual step."""
+    tangents = _tangents(joint)
+    missing = all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
+    return {node for node, spec in tangents.items() if spec.index in missing}
+
+
+def _tangents(joint: JointGraph) -> dict[fx.Node, GraphInput]:
+    return {node: spec for node, spec in joint.given if spec.kind == "tangent"}
+
+
+def usually_missing(backward: Backward) -> frozenset[int]:
+    """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
+    placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders[len(placeholders) - len(backward.tangents) :]
+    return all_but_the_loss(
+        {spec.index: node_value(n).ndim for n, spec in zip(nodes, backward.tangents, strict=True)}
+    )
+
+
+def all_but_the_loss(ndims: Mapping[int, int]) -> frozenset[int]:
+    """Outputs, by index, that get no gradient in a usual step. ndims: of every one that may get a gradient."""
+    scalars = [index for index, ndim in ndims.items() if ndim == 0]
+    return frozenset(ndims.keys() - set(scalars)) if len(scalars) == 1 else frozenset()
+
+
+class _Folder:
+    """Rebuilds the graph. `made[node]` is the new node, or None for one known to be zero."""
+
+    def __init__(self, missing: set[fx.Node]) -> None:
+        self.missing = missing
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
+        self.zeros: dict[fx.Node, fx.Node] = {}
+        self.dependent: set[fx.Node] = set()
+        self.results: list[fx.Node | None] = []
+
+    def fold(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op == "output":
+            self.results = [None if n is None else self.made[n] for n in node.args[0]]  # type: ignore[union-attr]
+        else:
+            self._op(node)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        new = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        self.made[node] = None if node in self.missing else new
+
+    def _op(self, node: fx.Node) -> None:
+        tangents = [n for n in input_nodes(node) if n in self.dependent]
+        zeros = [n for n in tangents if self.made[n] is None]
+        if reads_shape_only(node):  # not linear in a tangent, so never folded
+            self._copy(node)
+            return
+        if tangents:
+            self.dependent.add(node)
+        if tangents and len(zeros) == len(tangents):
+            self.made[node] = None
+        elif not (zeros and self._sum(node)):
+            self._copy(node)
+
+    def _sum(self, node: fx.Node) -> bool:
+        """Fold x + alpha * 0, x - alpha * 0 and 0 + x, where x has the result's shape and dtype."""
+        if node.target not in _SUMS or len(node.args) != 2:
+            return False
+        left, right = node.args
+        if isinstance(right, fx.Node) and self.made[right] is None:
+            other = left
+        elif node.target is _aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
+            other = right
+        else:
+            return False
+        if not isinstance(other, fx.Node) or not _alike(other.meta["val"], node.meta["val"]):
+            return False
+        self.made[node] = self.made[other]
+        return True
+
+    def _copy(self, node: fx.Node) -> None:
+        self.made[node] = copied_node(self.graph, node, self._operand)
+
+    def _operand(self, node: fx.Node) -> fx.Node:
+        """The new node of `node`, a tensor of zeros where it must exist after all."""
+        new = self.made[node]
+        if new is not None:
+            return new
+        if node not in self.zeros:
+            value = node.meta["val"]
+            assert isinstance(value, torch.Tensor), f"zero of {node.format_node()}"
+            keywords: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            zero = self.graph.call_function(_aten.full.default, (list(value.shape), 0), keywords)
+            zero.meta = {**node.meta, "val": value}
+            self.zeros[node] = zero
+        return self.zeros[node]
+
+
+def _finished(old: Backward, folder: _Folder, missing: Set[int]) -> Backward:
+    """The folded backward, which takes only what it still reads."""
+    graph, results = folder.graph, unaliased(folder.results, set())
+    read = ancestors(n for n in [*results, *exchanges(graph.nodes, 1)] if n is not None)
+    new = [n for n in graph.nodes if n.op == "placeholder"]
+    n_passed, n_saved = len(old.passed), len(old.saved)
+    given = new[: n_passed + n_saved]
+    passed = tuple(p for n, p in zip(given, old.passed, strict=False) if n in read)
+    saved = tuple(s for n, s in zip(given[n_passed:], old.saved, strict=True) if n in read)
+    graph.output(tuple(results))
+    for node in [*given, *(n for n in graph.nodes if n.op == "call_function")][::-1]:
+        if node not in read:
+            graph.erase_node(node)
+    return Backward(
+        module=lazy_module(graph),
+        passed=passed,
+        saved=saved,
+        tangents=tuple(t for t in old.tangents if t.index not in missing),
+        gradients=old.gradients,
+    )
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and one.dtype == two.dtype
+
 
 Schedule = Callable[[fx.GraphModule], fx.GraphModule]
 """Puts a phase's graph, in place, into the order in which it runs."""

@@ -12,9 +12,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from passes.compile.join_linears import OpWriter, drop_unread
-from passes.ir.graph_pass import RankPass, run_rank_passes
-from passes.ir.rank_properties import COLLECTIVES
-from passes.ir.rewrite import duplicate_module, int_at, shape_of, tensor_at
+from passes.ir.graph_pass import RankPass, duplicate_module, int_at, run_rank_passes, shape_of, tensor_at
+from passes.ir.graph_properties import COLLECTIVES
 from passes.ops.routed_ops import ROUTED
 from passes.rules.core.row_wise import rows_through
 

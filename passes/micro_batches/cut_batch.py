@@ -11,13 +11,12 @@ from torch import fx
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph, dependents, node_value, result_index, result_shapes, tensor_operands
 from passes.ir.op_traits import is_collect, is_piece, is_product
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.layout.layout import Layout
-from passes.lower.missing_tangents import without_usually_missing
+from passes.layout.layout import Assignment, Layout, NodeLayouts
+from passes.lower.rank_program import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies
 from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh, trains
-from passes.search.narrowing import Choose, Narrowing
+from passes.search.search_terms import Choose, Narrowing
 
 
 def cut_batch(joint: JointGraph, count: int, *, sizes_only: bool = False) -> JointGraph:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.ir.collector import collector_paused
 from passes.ir.joint import (
     JointGraph,
     dependents,
@@ -21,6 +20,7 @@ from passes.ir.joint import (
     tensor_operands,
 )
 from passes.ir.op_traits import is_product, is_view
+from passes.ir.process_state import collector_paused
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import Uncut
 from passes.micro_batches.in_pieces import PieceWriter, without_uses

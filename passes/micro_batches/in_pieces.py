@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
+import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
 from cost_model.mesh import MeshSpec
 from passes.canonicalize.insert_uses import InsertUses
-from passes.ir.collector import collector_paused
 from passes.ir.fake_calls import FakeCalls
+from passes.ir.graph_pass import INHERITED, copy_joint, erase_dead
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_use
-from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
+from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.layout.layout import Layout
 from passes.lower.op_on_rank import OpOnRank

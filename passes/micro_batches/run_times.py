@@ -31,8 +31,7 @@ from passes.ir.joint import (
 )
 from passes.ir.op_traits import is_view
 from passes.ir.op_work import global_flops
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.micro_batches.time_axis import TIME, given_layouts, time_mesh
 from passes.rules.core.rule import OpRule
 from passes.search.class_key import class_key

@@ -20,8 +20,7 @@ from passes.ir.torch_sizes import (
     expression_of,
     same_number,
 )
-from passes.layout.assignment import FactorSplit, NodeLayouts
-from passes.layout.layout import Layout, Span
+from passes.layout.layout import FactorSplit, Layout, NodeLayouts, Span
 from passes.micro_batches.cut_batch import plain_graph
 from passes.micro_batches.in_pieces import in_pieces
 from passes.micro_batches.run_times import RunTimes

@@ -104,9 +104,6 @@ _TILES_TOO_LARGE = (((8, 6), (8, 9), 193, 224), ((12, 0), (12, 1), 193, 224))
 (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`; with dropout up to 256). Forward and backward
 run one kernel, and a forward does not know whether a gradient follows, so the forward does without it too."""
 
-_KNOWN_CUDNN = (91900, 92099)
-"""9.19 of torch 2.11, compared with float64 on an H200, and 9.20 of torch 2.13. Only without a mask: with one their
-backward gives NaN for some lengths (pytorch#196678), and for one query (cudnn-frontend#1072)."""
 
 TABLE: tuple[Contract, ...] = (
     Contract(
@@ -115,7 +112,10 @@ TABLE: tuple[Contract, ...] = (
         dict.fromkeys(_HALVES, (9, 0)),
         frozenset({"none"}),
         capabilities=((9, 0), (9, 0)),
-        cudnn=_KNOWN_CUDNN,
+        # 9.19 of torch 2.11, compared with float64 on an H200, and 9.20 of torch 2.13. Only without a mask:
+        # with one their backward gives NaN for some lengths (pytorch#196678), and for one query
+        # (cudnn-frontend#1072).
+        cudnn=(91900, 92099),
         largest_head=128,
         head_multiple=8,
         least_length=2,

@@ -1,4 +1,5 @@
-"""Layers as operators: `autoshard::circular_pad`, padding with what is at the other end, and `autoshard::ctc_loss`.
+"""Layers and products as operators: `autoshard::contract`, `autoshard::ctc_loss`, and `autoshard::circular_pad`, which
+pads with what is at the other end.
 
 Torch takes `F.pad(mode="circular")` apart into copies, of which nothing can tell any more that the dim is a circle.
 Where the dim is split in space a rank reads its padding from its neighbours with the rest, across the ends too.
@@ -13,17 +14,27 @@ The loss and its gradient are torch's kernels, with results of one shape whateve
 log_probs [t, n, c], targets [n, s], both lengths [n]; of a row of targets, what lies beyond its length is not read.
 Torch's own op also gives the forward's table, of which the part beyond the lengths is left unwritten; the gradient
 computes it again.
+
+Products as an operator: `autoshard::contract`, n-d with every loop named.
+
+    contract(a, b, "b s k, n k -> b s n") -> result
+
+A term per operand, one word per dim. No word repeats within a term, nothing
+broadcasts, and a word missing from the result is summed. A 2-d `mm` of flattened operands hides
+which rows belong to which batch; this form keeps every dim, so each can be split on its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from passes.ops.registration import differentiable_operator, differentiated_by
+from passes.ops.registration import differentiable_operator, differentiated_by, operator
 
 aten = torch.ops.aten
 
@@ -100,3 +111,105 @@ ctc_loss_backward = differentiable_operator(
 """[t, n, c]: the gradient of `ctc_loss` with respect to log_probs."""
 differentiated_by(ctc_loss, ctc_loss_backward, slice(0, 4))
 ctc_loss.register_autocast("cpu", torch.float32)  # as torch's own is
+
+
+Word = str
+Terms = tuple[tuple[Word, ...], tuple[Word, ...], tuple[Word, ...]]
+
+
+@lru_cache(maxsize=4096)
+def parse_equation(equation: str) -> Terms:
+    """`"b k, k n -> b n"` -> (("b", "k"), ("k", "n"), ("b", "n")). ValueError if malformed."""
+    operands, arrow, result = equation.partition("->")
+    parts = operands.split(",")
+    if not arrow or len(parts) != 2:
+        raise ValueError(f"contract equation {equation!r} is not of the form 'a b, b c -> a c'")
+    terms = (tuple(parts[0].split()), tuple(parts[1].split()), tuple(result.split()))
+    for term in terms:
+        if len(set(term)) != len(term):
+            raise ValueError(f"contract equation {equation!r} repeats a word in {' '.join(term)!r}")
+    unknown = set(terms[2]) - set(terms[0]) - set(terms[1])
+    if unknown:
+        raise ValueError(f"contract equation {equation!r} has {sorted(unknown)} in the result only")
+    return terms
+
+
+def format_equation(a: Sequence[Word], b: Sequence[Word], result: Sequence[Word]) -> str:
+    return f"{' '.join(a)}, {' '.join(b)} -> {' '.join(result)}"
+
+
+def contract_shape(terms: Terms, a: Sequence[int], b: Sequence[int]) -> list[int]:
+    """Shape of the result. ValueError where the operands' sizes of one word differ."""
+    sizes: dict[Word, int] = {}
+    for term, shape in ((terms[0], a), (terms[1], b)):
+        if len(term) != len(shape):
+            raise ValueError(f"contract: operand of shape {list(shape)} for the term {' '.join(term)!r}")
+        for word, size in zip(term, shape, strict=True):
+            if sizes.setdefault(word, size) != size:
+                raise ValueError(
+                    f"contract: {word!r} is {sizes[word]} in one operand and {size} in the other"
+                )
+    return [sizes[word] for word in terms[2]]
+
+
+def contract_reference(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    """The product in plain aten ops: permute and reshape to one mm or bmm, and back.
+
+    The operand whose words come first in the result is the left one, so that a result laid out
+    (columns, rows) costs no transposed copy.
+    """
+    terms = parse_equation(equation)
+    (a, a_term), (b, b_term) = _drop_lonely(a, terms, 0), _drop_lonely(b, terms, 1)
+    result = terms[2]
+    batch = [w for w in result if w in a_term and w in b_term]
+    free = [w for w in result if w not in batch]
+    if free and free[0] in b_term:
+        a, b, a_term, b_term = b, a, b_term, a_term
+    summed = [w for w in b_term if w in a_term and w not in batch]
+    rows = [w for w in result if w in a_term and w not in batch]
+    columns = [w for w in result if w in b_term and w not in batch]
+    sizes = {**dict(zip(a_term, a.shape, strict=True)), **dict(zip(b_term, b.shape, strict=True))}
+
+    def flat(x: torch.Tensor, term: Sequence[Word], groups: Sequence[Sequence[Word]]) -> torch.Tensor:
+        order = [word for group in groups for word in group]
+        shape = [math.prod(sizes[w] for w in group) for group in groups]
+        return x.permute([term.index(w) for w in order]).reshape(shape)
+
+    if batch:
+        product = torch.bmm(flat(a, a_term, (batch, rows, summed)), flat(b, b_term, (batch, summed, columns)))
+    else:
+        product = torch.mm(flat(a, a_term, (rows, summed)), flat(b, b_term, (summed, columns)))
+    order = [*batch, *rows, *columns]
+    return product.reshape([sizes[w] for w in order]).permute([order.index(w) for w in result])
+
+
+def _drop_lonely(x: torch.Tensor, terms: Terms, which: int) -> tuple[torch.Tensor, tuple[Word, ...]]:
+    """Sum away the words that only this operand has."""
+    term, other = terms[which], terms[1 - which]
+    lonely = [d for d, word in enumerate(term) if word not in other and word not in terms[2]]
+    if not lonely:
+        return x, term
+    return x.sum(lonely), tuple(word for d, word in enumerate(term) if d not in lonely)
+
+
+def _contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    contract_shape(parse_equation(equation), a.shape, b.shape)
+    return contract_reference(a, b, equation)
+
+
+def _contract_fake(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    """An empty result with the strides that `contract_reference` leaves: what views may follow depends
+    on them. (A product is contiguous as [batch, rows, columns], whatever its operands were.)"""
+    terms = parse_equation(equation)
+    shape = contract_shape(terms, a.shape, b.shape)
+    if a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return contract_reference(a, b, equation)
+    batch = [w for w in terms[2] if w in terms[0] and w in terms[1]]
+    free = [w for w in terms[2] if w not in batch]
+    left = terms[1] if free and free[0] in terms[1] else terms[0]
+    order = [*batch, *(w for w in free if w in left), *(w for w in free if w not in left)]
+    sizes = dict(zip(terms[2], shape, strict=True))
+    return a.new_empty([sizes[w] for w in order]).permute([order.index(w) for w in terms[2]])
+
+
+operator("contract(Tensor a, Tensor b, str equation) -> Tensor", _contract, _contract_fake)

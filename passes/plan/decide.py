@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from cost_model.timed import Priced
-from passes.ir.collector import collector_paused
 from passes.ir.joint import (
     GraphInput,
     JointGraph,
@@ -19,15 +18,16 @@ from passes.ir.joint import (
     tensor_operands,
 )
 from passes.ir.op_traits import read_repeats
-from passes.layout.assignment import Assignment, NodeLayouts
+from passes.ir.process_state import collector_paused
+from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.interior import PossibleInterior, possible_interiors
 from passes.plan.describe import escaped, op_name, op_text, shapes_of
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord, Transfer
 from passes.plan.transfers import transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
-from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.schedule.issue_order import IssueOrder
+from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import fused_group
 
@@ -54,7 +54,7 @@ def chosen_steps(
     joint: JointGraph, assignment: Assignment, alone: Redistributor, merged: Redistributor | None = None
 ) -> Ways:
     """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
-    bring (`passes.schedule.hiding.hidden_reads`): such transfers share buckets, so their prices differ."""
+    bring (`passes.schedule.transfer_roles.hidden_reads`): such transfers share buckets, so their prices differ."""
     ending = frozenset[Transfer]()
     if merged is not None:
         ending = _hidden(joint).ending

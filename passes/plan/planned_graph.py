@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from cost_model.checked_arguments import Count, Text, Word
+from cost_model.errors import Count, Text, Word
 from cost_model.timed import Priced
-from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
-from passes.layout.layout import Dim, Layout, ReduceOp
+from passes.layout.layout import Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.compute_again import copied_ops
 
@@ -78,10 +77,10 @@ class Reshard(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OperandRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """source: name of the node read; result: which of its results; layout: as read; hides: whether the
-    transfers may run behind computation (`passes.schedule.hiding`); turn: theirs in the order of all ranks, which
-    the members of a bucket share, and ahead: how many are in flight when they start
-    (`PlannedGraph.turns`); None where there are none."""
+    """source: name of the node read; result: which of its results; layout: as read; hides: whether the transfers
+    may run behind computation (`passes.schedule.transfer_roles`); turn: theirs in the order of all ranks, which the
+    members of a bucket share, and ahead: how many are in flight when they start (`PlannedGraph.turns`); None where
+    there are none."""
 
     source: Word
     result: Annotated[int, Meta(ge=0, le=10_000)]

@@ -13,8 +13,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
 from passes.ir.torch_sizes import SYMBOLIC, SizesLost, counts_as
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Halo, Layout, Span, spans_of
+from passes.layout.layout import Halo, Layout, NodeLayouts, Span, spans_of
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for

@@ -2,17 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import __version__ as torch_version
 from torch import fx
 
-from passes.ir.joint import JointGraph, result_index, tensor_operands
+from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece
-from passes.ir.phase_ops import segments
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
-from passes.plan.planned_graph import Transfer
+from passes.layout.layout import Assignment, Layout
+from passes.lower.interior import possible_interiors
+from passes.plan.describe import op_counts, shapes_of
+from passes.plan.planned_graph import NodeRecord, PlannedGraph, Transfer
+from passes.strategies.cuts import ops_of
+
+_PARTS = ("forward", "backward")
+_PARTS_OF_PIECES = (
+    "part before the pieces",
+    "forward of a piece",
+    "backward of a piece",
+    "part after the pieces",
+)
+
+
+def graph_problems(planned: PlannedGraph, joint: JointGraph) -> Iterator[str]:
+    """Where a graph whose records are whole (`autoshard.plan.plan_check`) is not of `joint`, with what runs again, in
+    sentences."""
+    yield from _records_that_differ(planned.nodes, joint)
+    assignment = planned.layouts
+    unknown = list(_unknown_factors(joint, assignment))
+    yield from unknown
+    names = _PARTS if joint.pieces == 1 else _PARTS_OF_PIECES
+    for number, (_, moves) in enumerate(by_segment(joint, transfers(joint, assignment))):
+        for move in moves:
+            phase = planned.turns[move.transfer][0]
+            if phase != number:
+                reader, position = move.transfer
+                said = names[phase] if phase < len(names) else f"part {phase} of the step"
+                yield f"operand {position} of node {reader} has a turn in the {said}"
+    if unknown or not planned.interiors:
+        return
+    possible = {p.node.name: p.factor for p in possible_interiors(joint, assignment, planned.steps)}
+    for name, factor in planned.interiors.items():
+        if possible.get(name) != factor:
+            yield f"node {name} cannot be computed in parts along {factor}"
+
+
+def _unknown_factors(joint: JointGraph, assignment: Assignment) -> Iterator[str]:
+    for node, rule in ops_of(joint):
+        factors = [split.factor for split in assignment[node.name].splits]
+        if not any(all(factor in way.sizes for factor in factors) for way in rule.ways):
+            yield f"node {node.name} is split along {', '.join(factors)}, and its op has no such factor"
+
+
+def _records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> Iterator[str]:
+    """Where `records` are not of `joint`, in sentences. Its hash, stored beside them, does not cover them."""
+    by_name = {record.name: record for record in records}
+    for node in joint.graph.nodes:
+        if node.op not in ("placeholder", "call_function") or result_index(node)[0] is not node:
+            continue
+        record = by_name.pop(node.name, None)
+        if record is None:
+            yield f"the model's node {node.name} is missing"
+        elif [(r.shape, r.dtype) for r in record.results] != [(tuple(s), d) for s, d in shapes_of(node)]:
+            yield f"node {node.name} has results {', '.join(map(str, record.results))}, and not those of the model"
+        elif [(o.source, o.result) for o in record.operands] != [
+            (producer.name, index) for producer, index in map(result_index, tensor_operands(node))
+        ]:
+            yield f"node {node.name} reads {', '.join(o.source for o in record.operands)}, and not what the model does"
+    ends = [(p.name, i) for p, i in map(result_index, tensor_operands(joint.output_node))]
+    output = by_name.pop("output", None)
+    if output is None or [(o.source, o.result) for o in output.operands] != ends:
+        yield "its output is not the model's"
+    yield from (f"the model has no node {name}" for name in by_name)
+
+
+def differences(records: Sequence[NodeRecord], joint: JointGraph, made_on: str) -> list[str]:
+    """In what the graph of the records and `joint` differ, a line each: their ends, else their ops. made_on: device and
+    versions that the records were made with."""
+    mine = {(r.op, r.text): r.results[0] for r in records if r.op in ("param", "buffer", "input")}
+    theirs = {
+        (spec.kind, f"{spec.kind} {spec.name}"): tuple(node.meta["val"].shape)
+        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        if spec.kind in ("param", "buffer", "input")
+    }
+    lines = [f"  {text}: in the plan, not in the model" for _, text in mine.keys() - theirs.keys()]
+    lines += [f"  {text}: in the model, not in the plan" for _, text in theirs.keys() - mine.keys()]
+    lines += [
+        f"  {key[1]}: {tuple(mine[key].shape)} in the plan, {shape} in the model"
+        for key, shape in theirs.items()
+        if key in mine and tuple(mine[key].shape) != shape
+    ]
+    return sorted(lines) or [
+        "  parameters and inputs agree; the computation differs",
+        *_ops_that_differ(records, joint),
+        f"  plan: {made_on}; here: {joint.device.type}, torch {torch_version}",
+    ]
+
+
+def _ops_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> list[str]:
+    ends = ("param", "buffer", "constant", "input", "tangent", "seed", "output")
+    mine = Counter(f"{r.op} {r.results[0].dtype}" for r in records if r.op not in ends)
+    here = op_counts(joint)
+    return [
+        f"  only {where}: " + ", ".join(f"{count} {op}" for op, count in more.most_common(6))
+        for where, more in (("in the plan", mine - here), ("here", here - mine))
+        if more
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,8 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, node_value, node_values, result_index, tensor_operands
 from passes.ir.op_traits import is_product, is_use, storage_root
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
-from passes.lower.missing_tangents import missing_tangents, without_usually_missing
+from passes.layout.layout import Layout, NodeLayouts
+from passes.lower.rank_program import missing_tangents, without_usually_missing
 from passes.micro_batches.cut_head import may_have_head
 from passes.strategies.prices import Prices
 
@@ -43,7 +42,7 @@ class _Least:
         """Throughout."""
         trained, optimizer = self._joint.trained, self._prices.optimizer
         total = 0
-        for node, spec in zip(self._joint.placeholders, self._joint.inputs, strict=True):
+        for node, spec in self._joint.given:
             if spec.kind != "tangent":
                 nbytes = self._of_placeholder(node)
                 total += nbytes
@@ -56,7 +55,7 @@ class _Least:
         an input, or repeated from a smaller tensor."""
         found: dict[fx.Node, int] = {}
         placeholders, trained = self._joint.placeholders, self._joint.trained
-        for end, result in zip(self._joint.outputs, self._joint.results, strict=True):
+        for end, result in self._joint.returned:
             if end.kind == "grad" and result is not None and placeholders[end.index] in trained:
                 root = _root(result)
                 if _is_own(root, result):

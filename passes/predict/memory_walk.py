@@ -1,7 +1,7 @@
 """The bytes alive at every step of a rank's program: what it holds, of which kind, and when that is freed.
 
 A program frees a value after its last reader (what is fused reads it as long as `last_runs` says); views share what
-they view, and some ops the memory of another (`passes.predict.in_place`). What the forward saves lives until the
+they view, and some ops the memory of another (`passes.predict.step_events`). What the forward saves lives until the
 backward has read it, gradients until the update, parameters and the optimizer's states always. What a collective reads
 lives until its wait, as it is in flight. Not counted: workspaces of kernels, but those in `passes.predict.workspaces`,
 and what an allocator keeps.
@@ -19,9 +19,8 @@ from passes.ir.op_traits import is_collective, is_view
 from passes.ir.torch_dispatch import input_nodes
 from passes.lower.phases import Backward, Phases
 from passes.plan.describe import short_dtype
-from passes.predict.in_place import in_place
-from passes.predict.memory_kinds import Kind, kind_of_op, made_by
-from passes.predict.memory_record import START, LiveValue, MemoryWalk
+from passes.predict.prediction import START, Kind, LiveValue, MemoryWalk, kind_of_op, made_by
+from passes.predict.step_events import in_place
 from passes.predict.workspaces import NONE, Workspaces
 from passes.strategies.traffic import OpTraffic, TrafficModel, last_runs
 
@@ -44,7 +43,7 @@ def memory_walk(
     steps, values = program_values(phases, traffic, 1, workspaces=workspaces, flows=flows)
     ends = () if phases.backward is None else phases.backward.gradients
     # A part of a step says nothing of its inputs, which another part has made.
-    placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
+    placeholders = zip(placeholders_of(phases.forward), phases.inputs, strict=bool(phases.inputs))
     held = held_values(placeholders, {end.index for end in ends}, optimizer, len(steps))
     return MemoryWalk((START, *steps), (*held, *values))
 
@@ -205,7 +204,7 @@ def _states(node: fx.Node, name: str, optimizer: Optimizer, last: int) -> Iterat
 def _saved(phases: Phases, backward: Backward) -> dict[fx.Node, Owner]:
     """Placeholder of the backward -> what the forward made for it. None that are the caller's."""
     results = phases.forward.graph.output_node().args[0]
-    places = _placeholders(backward.module)[len(backward.passed) :]
+    places = placeholders_of(backward.module)[len(backward.passed) :]
     owners = (_owner(results[position]) for position in backward.saved)  # type: ignore[index, arg-type]
     return {
         place: owner for place, owner in zip(places, owners, strict=False) if owner[0].op != "placeholder"
@@ -213,7 +212,7 @@ def _saved(phases: Phases, backward: Backward) -> dict[fx.Node, Owner]:
 
 
 def _tangents(backward: Backward) -> list[tuple[fx.Node, str]]:
-    places = _placeholders(backward.module)[len(backward.passed) + len(backward.saved) :]
+    places = placeholders_of(backward.module)[len(backward.passed) + len(backward.saved) :]
     return [(place, spec.name) for place, spec in zip(places, backward.tangents, strict=True)]
 
 
@@ -236,5 +235,6 @@ def live_value(owner: Owner, kind: Kind, name: str, first: int, last: int) -> Li
     return LiveValue(kind, *said, node.name, dtype, shape, nbytes, first, last)
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+def placeholders_of(module: fx.GraphModule) -> list[fx.Node]:
+    """In their order."""
     return list(module.graph.find_nodes(op="placeholder"))

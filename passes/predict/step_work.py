@@ -13,7 +13,6 @@ from cost_model.timed import KernelKey, KernelWork
 from passes.ir.joint import first_value, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import is_view, storage_root
 from passes.lower.phases import Phases
-from passes.predict.in_place import copied_share
 from passes.predict.memory_walk import memory_walk
 from passes.predict.step_events import (
     COLLECTIVE_KINDS,
@@ -21,6 +20,7 @@ from passes.predict.step_events import (
     AxesOf,
     collective_kind,
     collective_nbytes,
+    copied_share,
     copies_of_collectives,
     run_in_phase,
 )

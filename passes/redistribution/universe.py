@@ -18,9 +18,6 @@ from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split,
 from passes.redistribution.moves import Moves, NextStep, Partial, State, as_state, as_step
 from passes.redistribution.steps import PAYLOAD_BYTES, Step
 
-_LOOKS = 256
-"""States from one look at the clock to the next."""
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -132,7 +129,8 @@ def build_universe(
     index = {state: i for i, state in enumerate(states)}
     moves: list[tuple[int, int, NextStep]] = []
     for tail, state in enumerate(states):  # `states` grows meanwhile
-        if tail % _LOOKS == 0:
+        # States from one look at the clock to the next.
+        if tail % 256 == 0:
             deadline.check()
         for move in expand(state):
             head = index.setdefault(move.target, len(states))

@@ -13,10 +13,8 @@ from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass
-from passes.ir.graph_properties import FUNCTIONAL
-from passes.ir.phase_ops import on_demand
-from passes.ir.properties import HasGraph, Property, described
-from passes.ir.rank_properties import COMPUTING
+from passes.ir.graph_properties import COMPUTING, FUNCTIONAL, HasGraph, Property, described
+from passes.ir.joint import on_demand
 from passes.redistribution.emit_steps import Emitter, value
 from passes.redistribution.lower_redistribute import collective_nodes
 

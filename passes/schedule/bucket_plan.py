@@ -38,7 +38,7 @@ from torch import fx
 
 from cost_model.collectives import BucketedPrices, copies_seconds
 from passes.ir.joint import JointGraph, node_value, result_index
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.plan.planned_graph import Transfer
 from passes.plan.transfers import Move
 from passes.redistribution.redistribute import Redistribution

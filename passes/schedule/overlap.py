@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.graph_pass import RankPass
-from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.graph_properties import FUNCTIONAL, OPS, HasGraph, Property, described
 from passes.ir.op_traits import is_cheap, is_collective, is_product
-from passes.ir.properties import HasGraph, Property, described
-from passes.ir.rank_properties import OPS
 from passes.ir.torch_dispatch import input_nodes
 from passes.ir.torch_sizes import counts_as
 from passes.plan.planned_graph import Turn
@@ -35,7 +33,7 @@ def _out_of_turn(graph: HasGraph) -> str | None:
 def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
     """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has no
     dependency that orders the two. Then the transfer, where several share a turn and were not merged. A further step
-    that starts later (meta "later", `passes.schedule.later_steps`) goes before what has its turn there, the furthest
+    that starts later (meta "later", `passes.schedule.issue_order`) goes before what has its turn there, the furthest
     first."""
     meta = collective.meta
     turn, step, transfer = meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)

@@ -25,15 +25,13 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from cost_model.deadline import Deadline
-from passes.layout.assignment import Assignment
-from passes.search.judged_choice import Choice, Judge, JudgedChoice
-from passes.search.judging import Judging, seconds_left
-from passes.search.lighter import lighter
-from passes.search.past_transfers import past_transfers
-from passes.search.place_turns import turns
+from passes.layout.layout import Assignment
+from passes.search.bucket_starts import BucketStarts, StartsUnder
+from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
+from passes.search.near_choices import past_transfers, turns
 from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import ALIKE, SearchSpace
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
@@ -50,13 +48,13 @@ AGAIN_GAP = 2e-3
 """Relative gap of searches under a corrected overlap, which are about what a correction is worth."""
 NEARLY = 3.0
 """Times the gap at which a search ends: within it a little more is tried, and most is not worth the wait."""
+WORTH = 1e-3
+"""Share of a step that starts of buckets must take for them to be counted."""
 SEEN = 5e-3
 """Share of a step that a transfer takes for plans to be judged that have it elsewhere."""
 TURNS, TURNED_EDGES, PATIENCE, MOST_EXPENSIVE = 8, 4000, 3, 0.02
 """Plans that differ from the best in one kind of place: how many are judged, of how many edges together, how many that
 are no better end it, and by what share of its step they may take longer by the objective."""
-
-
 NEAR = 0.05
 """Share of the best program's step by which those may be slower that say how much less programs take than counted."""
 
@@ -94,16 +92,17 @@ def agreed(
     deadline: Deadline,
     start: SearchStart = COLD,
     hear: Callable[[Agreed], object] = lambda _: None,
+    starts: StartsUnder = lambda *_: BucketStarts({}),
 ) -> Agreed:
     """The fastest plan of `space` by `judge`; without one, by the objective.
 
     efficiency: of two streams busy at once (`Profile.overlap_efficiency`). deadline: the first search may take all that
     is left. hear: told of every plan that is judged, and of the best when more is proven of it, each with what is
-    known then. Raises `passes.solver.problem.Infeasible`.
+    known then. starts: counted for the bound alone. Raises `passes.solver.problem.Infeasible`.
     """
     overlaps = first_overlaps(efficiency)
     if judge is not None:
-        return _Search(space, judge, deadline, start, hear).run(overlaps)
+        return _Search(space, judge, deadline, start, hear, starts).run(overlaps)
     gap = _inner(start.gap or 0.0)
     found = RivalChoices(space, lambda: seconds_left(deadline)).solve(overlaps, start.choice(space), gap)
     choice = lighter(space.problem, found.choice)
@@ -126,7 +125,7 @@ class _Search:
     find most first, until the best plan is proven to be within `gap` of any, or time is over.
 
     solution: the last by the objective, and overlaps: under which it is one. counted: under overlaps, what no choice is
-    counted below."""
+    counted below. proven: with starts of buckets, at the end."""
 
     def __init__(
         self,
@@ -135,8 +134,10 @@ class _Search:
         deadline: Deadline,
         start: SearchStart,
         hear: Callable[[Agreed], object],
+        starts: StartsUnder,
     ) -> None:
         self.space, self.start, self.gap, self.hear = space, start, start.gap or 0.0, hear
+        self.starts, self.proven = starts, 0.0
         self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
         self.small = len(space.edges) <= AGAIN_EDGES
@@ -193,20 +194,37 @@ class _Search:
 
     def _proven(self) -> float:
         """Of programs, as far as those that were judged tell: of these the ones that are nearly as fast as the best."""
+        faster = lambda overlaps: self._faster(lambda one: one.counted(overlaps))
+        return max(self.proven, *(bound - faster(overlaps) for overlaps, bound in self.counted.items()))
+
+    def _faster(self, counted: Callable[[JudgedChoice], float]) -> float:
+        """By how many seconds a program is faster than it is counted, at most."""
         programs = self.judging.programs
         most = (1.0 + NEAR) * min(one.seconds for one in programs)
-        near = [one for one in programs if one.seconds <= most]
-        faster = lambda overlaps: min(one.seconds - one.counted(overlaps) for one in near)
-        return max(bound + min(0.0, faster(overlaps)) for overlaps, bound in self.counted.items())
+        return max(0.0, *(counted(one) - one.seconds for one in programs if one.seconds <= most))
 
     def _prove(self) -> None:
-        """Counts once more, under the overlap of the best plan, where that is another and too little is proven."""
+        """Counts once more, under the overlap of the best plan, where that is another and too little is proven; then
+        with the starts of buckets, which the objective leaves out."""
         overlaps = self.best.corrected(self.overlaps)
-        alike = all(a.hides_as(b) for a, b in zip(self.overlaps, overlaps, strict=True))
-        if alike or self._proven() >= self.best.seconds * (1.0 - self.gap):
+        if not self._is_proven() and not all(map(PhaseOverlap.hides_as, self.overlaps, overlaps)):
+            self.overlaps = overlaps
+            self._again()
+        if not self._is_proven():
+            self._with_starts()
+
+    def _is_proven(self) -> bool:
+        return self._proven() >= self.best.seconds * (1.0 - self.gap)
+
+    def _with_starts(self) -> None:
+        overlaps, problem = [replace(overlap, extra=0.0) for overlap in self.overlaps], self.space.problem
+        starts = self.starts(overlaps, WORTH * self.best.seconds)
+        own = starts.of(problem, self.best.choice)
+        if own == 0.0:
             return
-        self.overlaps = overlaps
-        self._again()
+        counted = lambda one: one.counted(overlaps) + starts.of(problem, one.choice)
+        least, kinds = self.solution.lower_bound, self.space.kinds(overlaps)
+        self.proven = starts.proven(problem, kinds, least, own, self.judging.left) - self._faster(counted)
 
     def _again(self) -> None:
         """Searches once more, from the best plan."""

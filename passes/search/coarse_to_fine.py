@@ -29,20 +29,13 @@ from passes.layout.joined_axes import Unit, joined_text, keeps_together
 from passes.layout.layout import Layout
 from passes.rules.core.rule import OpRule
 from passes.search.find import Found, JudgeUnder, find_assignment
-from passes.search.graph_ends import Boundary
-from passes.search.narrowing import Narrowing
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
 from passes.strategies.cuts import ops_of
 from passes.strategies.prices import Prices
 from passes.strategies.strategies import contiguous_factors
 
 WHOLE_AXES = 3
 """Meshes of so many axes are searched whole, however large the space."""
-WHOLE_ENTRIES, PARTED_ENTRIES = 10_000_000, 5_000_000
-"""Entries of cost matrices (`SpaceSize`): of the largest space that is searched whole on a mesh of more axes, and of
-the largest that axes are parted into."""
-MOST_ENTRIES = 300_000_000
-"""Entries beyond which nothing is tried: matrices of 2.4 GB."""
 
 Units = tuple[Unit, ...]
 
@@ -101,7 +94,9 @@ class _Search:
     @property
     def whole_first(self) -> bool:
         axes = len(self.prices.mesh.real_axes())
-        return axes <= WHOLE_AXES or self.size.entries(axes) <= WHOLE_ENTRIES
+        # Entries of cost matrices (`SpaceSize`): of the largest space that is searched whole on a mesh of
+        # more axes, and of the largest that axes are parted into.
+        return axes <= WHOLE_AXES or self.size.entries(axes) <= 10_000_000
 
     def found(self, units: Units, deadline: Deadline) -> Found:
         joined = tuple(unit for unit in units if len(unit) > 1)
@@ -121,7 +116,8 @@ class _Search:
     def refined(self, deadline: Deadline) -> Found:
         """Part axes while that is possible, small enough and in time; the fastest of all plans on the way."""
         units = self.coarsest
-        if len(units) > WHOLE_AXES and self.size.entries(len(units)) > MOST_ENTRIES:
+        # Entries beyond which nothing is tried: matrices of 2.4 GB.
+        if len(units) > WHOLE_AXES and self.size.entries(len(units)) > 300_000_000:
             raise _too_many(self.prices.mesh, len(units))
         trials = _Trials(self, deadline)
         trials.add([units])
@@ -131,7 +127,7 @@ class _Search:
 
     def _parted(self, units: Units) -> list[Units]:
         """One of the units in two, the most even first: of the only one all ways, of several each in its middle."""
-        if self.size.entries(len(units) + 1) > PARTED_ENTRIES:
+        if self.size.entries(len(units) + 1) > 5_000_000:
             return []
         places = [
             (i, cut)

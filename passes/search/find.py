@@ -11,16 +11,15 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import floor_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, JointGraph, node_value
-from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
+from passes.layout.layout import Assignment
 from passes.predict.least_memory import least_nbytes
 from passes.search.agree import Agreed, agreed
-from passes.search.graph_ends import Boundary
+from passes.search.bucket_starts import bucket_starts
 from passes.search.judged_choice import Judgement
-from passes.search.limited_space import build_limited
-from passes.search.narrowing import Narrowing
+from passes.search.offered import build_limited
 from passes.search.search_space import SearchSpace
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
 from passes.search.step_kinds import PhaseOverlap, StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
@@ -92,7 +91,8 @@ def find_assignment(
     told = lambda one: hear(_found(one, space, joint, prices))
     try:
         own = None if judge is None else lambda assignment: judge(assignment, prices)
-        found = agreed(space, prices.overlap_efficiency, own, deadline, start, told)
+        starts = lambda overlaps, least: bucket_starts(space, joint, prices, overlaps, least)
+        found = agreed(space, prices.overlap_efficiency, own, deadline, start, told, starts)
     except Infeasible as reason:
         raise explained(reason, joint, space, prices, (memory_limit or 0, reserve)) from None
     return _found(found, space, joint, prices)

@@ -12,18 +12,16 @@ from typing import Self
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.lower.missing_tangents import without_usually_missing
+from passes.layout.layout import Assignment, NodeLayouts
+from passes.lower.rank_program import without_usually_missing
 from passes.search.agree import first_overlaps
+from passes.search.bucket_starts import started, started_alone, unpaid_starts
 from passes.search.corrected_rows import Held, corrected, held_besides, kinds_with_parts, with_parts
 from passes.search.find import explained
-from passes.search.graph_ends import Boundary
 from passes.search.judged_choice import overlaps_of
-from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
-from passes.search.search_start import same_layouts
-from passes.search.started_alone import started, started_alone, unpaid_starts
+from passes.search.search_terms import Boundary, Narrowing, same_layouts
 from passes.search.state_columns import Columns
 from passes.search.step_kinds import CLOSE, PhaseOverlap
 from passes.solver.problem import Infeasible

@@ -1,14 +1,18 @@
-"""A choice of the search, and what a step of its program takes on the timeline."""
+"""A choice of the search, and what a step of its program takes on the timeline: judged once, until time is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from passes.layout.assignment import Assignment
+import numpy as np
+
+from cost_model.deadline import Deadline
+from passes.layout.layout import Assignment
+from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import PhaseOverlap, corrected, phase_seconds
-from passes.solver.problem import Array
+from passes.solver.problem import Array, Problem
 from passes.solver.solve import ROUNDING
 
 
@@ -85,3 +89,104 @@ def _wanted(totals: Array, phases: Sequence[float], count: int) -> list[float]:
 def counted_seconds(totals: Array, overlaps: Sequence[PhaseOverlap]) -> float:
     """The objective, of these seconds by kind."""
     return sum(phase_seconds(totals, overlaps)) + float(totals[-1])
+
+
+_Edge = tuple[Array, int, bool]
+"""Costs, the node at the other end, and whether that one chooses the column."""
+
+
+def lighter(problem: Problem, choice: Sequence[int]) -> tuple[int, ...]:
+    """`choice` with strategies that use fewer bytes, one node after the other, wherever no cost grows by it: neither
+    the node's nor that of any of its edges. So no kind of seconds grows, and the step does not either."""
+    found = list(choice)
+    edges = _edges(problem)
+    waiting = [node for node in range(len(found)) if problem.usages and problem.usages[node].any()]
+    while waiting:
+        turned = [node for node in waiting if _turn(problem, edges[node], found, node)]
+        waiting = sorted({other for node in turned for _, other, _ in edges[node]})
+    return tuple(found)
+
+
+def _edges(problem: Problem) -> list[list[_Edge]]:
+    found: list[list[_Edge]] = [[] for _ in problem.node_costs]
+    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
+        found[i].append((costs, j, True))
+        found[j].append((costs, i, False))
+    return found
+
+
+def _turn(problem: Problem, edges: Sequence[_Edge], choice: list[int], node: int) -> bool:
+    """Give the node, in place, the strategy of the fewest bytes that costs no more anywhere; whether it is another."""
+    now, usages, costs = choice[node], problem.usages[node], problem.node_costs[node]
+    better = (usages < usages[now]) & (costs <= costs[now])
+    for matrix, other, is_row in edges:
+        if not better.any():
+            return False
+        line = matrix[:, choice[other]] if is_row else matrix[choice[other]]
+        better &= line <= line[now]
+    if not better.any():
+        return False
+    choice[node] = int(np.argmin(np.where(better, usages, np.inf)))
+    return True
+
+
+class Judging:
+    """known: what was judged and compared, by choice, in order. hear: told of all that is judged."""
+
+    def __init__(
+        self, space: SearchSpace, judge: Judge, deadline: Deadline, hear: Callable[[JudgedChoice], object]
+    ) -> None:
+        self._space, self._judge, self.deadline, self._hear = space, judge, deadline, hear
+        self.known: dict[Choice, JudgedChoice] = {}
+        self._programs: dict[Choice, JudgedChoice] = {}
+
+    def of(self, choice: Choice) -> JudgedChoice:
+        """The choice, or one of the same cost that holds less."""
+        judged = self.program(choice)
+        return self.known.setdefault(judged.choice, judged)
+
+    def program(self, choice: Choice) -> JudgedChoice:
+        """`of`, without being compared: for who hears of it alone."""
+        choice = lighter(self._space.problem, choice)
+        if choice not in self._programs:
+            assignment = self._space.assignment(choice)
+            totals = self._space.totals(choice)
+            said = self._judge(assignment)
+            self._programs[choice] = JudgedChoice(
+                assignment, choice, totals, tuple(said.phases), said.peak_nbytes
+            )
+            self._hear(self._programs[choice])
+        return self._programs[choice]
+
+    @property
+    def programs(self) -> Collection[JudgedChoice]:
+        """All that was judged, compared or not."""
+        return self._programs.values()
+
+    def better(self, choice: Choice, best: JudgedChoice) -> JudgedChoice:
+        """`best`, or the choice, if it was not judged before and is better."""
+        known = len(self.known)
+        found = self.of(choice)
+        # What was judged before was compared then: nothing is returned to, so that searching again ends.
+        return found if len(self.known) > known and found.precedes(best) else best
+
+    def best_of(self, choices: Iterable[Choice], best: JudgedChoice) -> JudgedChoice:
+        """The best of all, until time is over."""
+        for choice in choices:
+            best = self.better(choice, best)
+            if self.late():
+                break
+        return best
+
+    def left(self) -> float:
+        """Seconds for what is to be solved next: never none."""
+        return seconds_left(self.deadline)
+
+    def late(self) -> bool:
+        return self.deadline.left <= 0.0
+
+
+def seconds_left(deadline: Deadline) -> float:
+    """For what is to be solved next."""
+    # Seconds for one search, where no deadline is set, and where it has passed.
+    return min(max(deadline.left, 1.0), 3600.0)

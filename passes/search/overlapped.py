@@ -23,13 +23,9 @@ from passes.search.cost_kinds import CostKinds, recombined
 from passes.search.planes import Plane, Point, charged, highest_point
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
-from passes.solver.problem import Problem, Solution
+from passes.solver.problem import Problem, Solution, Tables
 from passes.solver.solve import ROUNDING, mixed, restricted, solve
-from passes.solver.tables import Tables
 
-ENOUGH = 5e-4
-"""Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
-stays is stated in the plan."""
 INNER_GAP, GAP_SHARE = 1e-4, 0.1
 """Relative gap of all solutions but the first, and what share of the gap between cost and bound it may be: planes need
 not be exact to bound."""
@@ -39,17 +35,8 @@ ROUNDS = 30
 """Most problems solved."""
 ROWS_INSIDE = 2_000_000
 """Edge entries of the largest problem that is solved with its memory rows; in larger ones memory has prices."""
-FIRST_STEP, STEP, MIXED_STEP = 0.25, 0.5, 0.9
-"""How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]: under
-those of mixes, which tell nearly where the bound is highest, most of the way."""
 UNMOVED = 0.1
 """Share of what the bound may still rise by that the highest point must have fallen by, to go half way again."""
-FIRST_CAP, RAISE = 0.1, 8.0
-"""The largest price of memory at first, as a share of the cost; and by what it grows where that is too small."""
-NEWEST = 4
-"""Choices that are mixed."""
-MIX_SHARE, MIX_SECONDS = 0.1, 5.0
-"""Share of the time left, and seconds at most, for one mix."""
 
 
 def solve_overlapped(
@@ -177,7 +164,9 @@ class CuttingPlanes:
         plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
         if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
             self.rows.append(row)
-            self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
+            # The largest price of memory at first, as a share of the cost; and by what it grows where
+            # that is too small.
+            self.cap = max(self.cap, 0.1 * abs(plane.constant))
         self.found.append(choice)
         self.planes.append(plane)
         self.offer(choice)
@@ -195,10 +184,11 @@ class CuttingPlanes:
     def _mix(self) -> None:
         """Offer the best mix of the last choices, where they differ in what fits."""
         if self.rows:
-            self._offer_mix(self.found[-NEWEST:], self._mix_seconds())
+            self._offer_mix(self.found[-4:], self._mix_seconds())
 
     def _mix_seconds(self) -> float:
-        return min(MIX_SECONDS, MIX_SHARE * self._left())
+        # Share of the time left, and seconds at most, for one mix.
+        return min(5.0, 0.1 * self._left())
 
     def _offer_mix(self, choices: Sequence[tuple[int, ...]], seconds: float) -> None:
         if len(choices) > 1:
@@ -214,14 +204,16 @@ class CuttingPlanes:
             reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
             if reason is not None:
                 raise reason
-            self.cap *= RAISE
+            self.cap *= 8.0
             found = self._highest_point()
         if found is None:
             return None
         if self.mixes and len(self.planes) > 1:
             found = self._of_mixes(found)
         highest, point = found
-        if self.choice and highest <= self.bound + max(ENOUGH, self._inner_gap()) * self.cost:
+        # Share of the cost by which the bound may still rise when more solving is not worth the wait. The
+        # gap that stays is stated in the plan.
+        if self.choice and highest <= self.bound + max(5e-4, self._inner_gap()) * self.cost:
             return None
         unmoved = bool(self.choice) and self.highest - highest <= UNMOVED * (highest - self.bound)
         self.highest = highest
@@ -250,8 +242,11 @@ class CuttingPlanes:
         if unmoved:
             return 1.0
         if len(self.planes) == 1:
-            return FIRST_STEP
-        return MIXED_STEP if self.mixes else STEP
+            # How far to go from the best point so far to the highest under all planes [Ben-Ameur and
+            # Neto 2007, in-out]: under those of mixes, which tell nearly where the bound is highest,
+            # most of the way.
+            return 0.25
+        return 0.9 if self.mixes else 0.5
 
     def _highest_point(self) -> tuple[float, Point] | None:
         return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)

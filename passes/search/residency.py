@@ -11,8 +11,8 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values, result_index, tensor_operands
 from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
-from passes.layout.assignment import NodeLayouts
-from passes.lower.missing_tangents import missing_tangents
+from passes.layout.layout import NodeLayouts
+from passes.lower.rank_program import missing_tangents
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import TrafficModel, last_runs
 

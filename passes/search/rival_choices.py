@@ -1,7 +1,7 @@
 """Choices that the objective passes over and that may be faster on the timeline.
 
 The one that is fastest if nothing hides, and those that store all weights alike (`stored`); those found as if more
-could hide, or as if no reduction shared its start (`started_alone`).
+could hide, or as if no reduction shared its start (`bucket_starts`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from passes.search.bucket_starts import started_alone, unpaid_starts
 from passes.search.judged_choice import Choice, JudgedChoice, counted_seconds
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
-from passes.search.started_alone import started_alone, unpaid_starts
 from passes.search.step_kinds import PhaseOverlap
 from passes.search.stored import Allowed, places_in, places_of, stored_alike
 from passes.solver.problem import Infeasible, Problem, Solution

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.search.cost_kinds import CostKinds
 from passes.search.step_kinds import EXPOSED, KINDS, PhaseOverlap, StepKinds, phase_paths
 from passes.solver.problem import Array, Problem

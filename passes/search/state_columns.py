@@ -24,14 +24,11 @@ from passes.search.overlapped import CuttingPlanes
 from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import several_rows
 from passes.solver.graph import Graph
-from passes.solver.problem import Infeasible, Problem, Solution
+from passes.solver.problem import Infeasible, Problem, Solution, Tables
 from passes.solver.solve import restricted, solve
-from passes.solver.tables import Tables
 
 FIRST, ROUNDS = 12, 8
 """How often strategies are brought before a choice fits, and for a better one, at most."""
-COARSE, FINE = 0.5, 0.2
-"""Share of the whole gap that a mix may leave: while strategies are brought, where prices matter, and of the last."""
 WORTH, PATIENCE = 0.25, 2
 """Of the gap that is asked for, what a round must close to have been worth it, and how many in a row may not be."""
 SMALL = 50_000
@@ -112,7 +109,9 @@ class _Generation(CuttingPlanes):
         waited = 0
         for _ in range(ROUNDS):
             before = self.cost - self.bound
-            self._mixed(COARSE)
+            # Share of the whole gap that a mix may leave: while strategies are brought, where prices
+            # matter, and of the last.
+            self._mixed(0.5)
             if self._ends(known) or not self._brings() or self._ends(known):
                 break
             closed = before - (self.cost - self.bound)
@@ -123,7 +122,7 @@ class _Generation(CuttingPlanes):
             self.ties, self.bound = None, -math.inf
             self._brings()
         if not self._ends(known):
-            self._mixed(FINE)
+            self._mixed(0.2)
 
     def _ends(self, known: float) -> bool:
         proven = self.ties is None and (self._gap() <= self.relative_gap or self.bound >= known)

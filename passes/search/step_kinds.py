@@ -1,9 +1,9 @@
 """Which seconds of a step may run side by side: kinds of computing and communication, and the paths through them.
 
 A phase's ops run one after the other, and so do its collectives; the two streams run side by side. Collectives are of
-three roles (`passes.schedule.hiding`): what is at hand (gathered before its reader), what only the end needs (reduced
-after its producer), and what is waited for. Ops are of two: those that a product comes after, and *fillers*, such as
-the product that makes a weight's gradient, behind which the backward's awaited collectives can hide.
+three roles (`passes.schedule.transfer_roles`): what is at hand (gathered before its reader), what only the end needs
+(reduced after its producer), and what is waited for. Ops are of two: those that a product comes after, and *fillers*,
+such as the product that makes a weight's gradient, behind which the backward's awaited collectives can hide.
 
 A phase is cut at `MARKS` of its computing. Whatever the order of its collectives, it takes at least, for every i < j,
 
@@ -24,11 +24,10 @@ from functools import cache, partial
 import numpy as np
 from torch import fx
 
-from passes.ir.joint import JointGraph, result_index, tensor_operands
+from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import is_piece, is_product
-from passes.ir.phase_ops import segments
 from passes.plan.planned_graph import NodeRecord
-from passes.schedule.hiding import HiddenReads
+from passes.schedule.transfer_roles import HiddenReads
 from passes.solver.problem import Array
 
 EXPOSED = -1

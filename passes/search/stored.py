@@ -10,9 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
 
-_FEW = 3
-"""Axes of which every set is listed; of more, none and all."""
-
 Allowed = Mapping[int, Sequence[int]]
 """Search node -> the strategies that it may have, by their places; nodes that are not named may have all."""
 
@@ -25,7 +22,8 @@ def stored_alike(space: SearchSpace) -> Iterator[Allowed]:
     axes = sorted({axis for layouts in held.values() for layout in layouts for axis in layout.axes})
     if not axes:
         return
-    counts = range(len(axes) + 1) if len(axes) <= _FEW else (0, len(axes))
+    # Axes of which every set is listed; of more, none and all.
+    counts = range(len(axes) + 1) if len(axes) <= 3 else (0, len(axes))
     readers = _reading_whole(space)
     known: list[Allowed] = []
     for chosen in itertools.chain.from_iterable(itertools.combinations(axes, count) for count in counts):

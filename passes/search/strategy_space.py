@@ -14,15 +14,13 @@ from torch import fx
 from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import JointGraph, node_value, repeats, result_index, result_shapes, tensor_operands
 from passes.ir.op_traits import read_repeats
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
-from passes.schedule.hiding import HiddenReads, hidden_reads
+from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.search.class_key import class_key
-from passes.search.graph_ends import Boundary
-from passes.search.narrowing import Narrowing, stays
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace, distinct
+from passes.search.search_terms import Boundary, Narrowing, stays
 from passes.search.space_dims import free_axis_order, is_storable, out_of_space, tensor_rule
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem

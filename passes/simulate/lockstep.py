@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.autocast_off import autocast_off
+from passes.ir.process_state import autocast_off
 from passes.simulate.reference import seeded_call
 
 Observer = Callable[[int, fx.Node, Any], None]

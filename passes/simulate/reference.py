@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.capture.model_state import named_state, state_kept
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.ir.op_traits import draws, rounds
+from passes.ir.process_state import autocast_off
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,7 @@ def reference_inputs(
     """A value for every placeholder: the model's own, the call's, and random tangents."""
     generator = torch.Generator().manual_seed(seed)
     named = {**_parameters(model), **named_state(model)}
-    return [
-        _value(spec, node, named, joint, tensors, generator)
-        for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
-    ]
+    return [_value(spec, node, named, joint, tensors, generator) for node, spec in joint.given]
 
 
 def _value(

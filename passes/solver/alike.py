@@ -23,8 +23,7 @@ from typing import TypeVar
 import numpy as np
 
 from .graph import Graph
-from .problem import Array, Problem
-from .tables import Tables
+from .problem import Array, Problem, Tables
 
 K = TypeVar("K", int, tuple[int, int])
 

@@ -27,9 +27,6 @@ from .problem import Array, Infeasible
 from .usage import Row, Rows
 
 PASSES = 2
-STEP, SHRINK, PATIENCE = 1.0, 0.7, 6
-"""First step of the prices as a share of Polyak's; it shrinks when that many steps in a row raise no bound."""
-SMALLEST = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +43,9 @@ def priced(graph: Graph, rows: Rows, prices: Array) -> Graph:
     """`graph` with its memory rows moved into its costs: less or equal for every choice that fits. No trail."""
     moved = graph.twin()
     moved.constant -= float(prices @ rows.slack)
-    extra = rows.priced(prices)
-    for p, node in enumerate(rows.nodes):
+    for node, extra in rows.priced(prices).items():
         if node in rows.usages:
-            moved.cost[node] = graph.cost[node] + extra[rows.start[p] : rows.start[p + 1]]
+            moved.cost[node] = graph.cost[node] + extra
     moved.use.clear()
     moved.slack = np.zeros(0)
     return moved
@@ -80,7 +76,8 @@ def improve_prices(
     prices = np.zeros(len(rows.slack)) if start is None else start.prices
     passing = MessagePassing(graph)
     messages = passing.zeros() if start is None else passing.packed(start.messages)
-    share, stalled, count = STEP, 0, 0
+    # First step of the prices as a share of Polyak's; it shrinks when that many steps in a row raise no bound.
+    share, stalled, count = 1.0, 0, 0
     best: Bound | None = None
     smooth = np.zeros(len(prices))
     while True:
@@ -97,10 +94,10 @@ def improve_prices(
         choice = passing.decode(messages)
         cost = offer(choice, prices)
         count += 1
-        if time.monotonic() > until or cost - best.bound <= tolerance or share < SMALLEST:
+        if time.monotonic() > until or cost - best.bound <= tolerance or share < 0.01:
             return best
-        if stalled >= PATIENCE:
-            share, stalled = share * SHRINK, 0
+        if stalled >= 6:
+            share, stalled = share * 0.7, 0
         target = cost if np.isfinite(cost) else bound + 0.05 * abs(bound)
         smooth = 0.5 * smooth + 0.5 * (rows.profile(choice) - rows.slack)
         active = np.where((prices > 0) | (smooth > 0), smooth, 0.0)
@@ -109,10 +106,7 @@ def improve_prices(
             prices = np.maximum(0.0, prices + share * max(target - bound, 1e-4 * abs(target)) / norm * active)
 
 
-ROUNDS = 60
 ROWS_AT_ONCE = 24
-VIOLATED = 1e-9
-"""Share of a row's size above which the relaxation overfills it."""
 WORTHWHILE = 0.1
 """Share of the entries that a pruning must remove for another relaxation."""
 
@@ -194,9 +188,10 @@ def _without_rows(graph: Graph, rows: Rows, pruned: float, budget: Budget, offer
 
 def _relax(graph: Graph, rows: Rows, memory: dict[int, Row], budget: Budget) -> Relaxed | None:
     """The relaxation with all rows that it needs, which are added to `memory`; None if time ran out."""
-    tolerance = VIOLATED * float(np.abs(rows.slack).max())
+    # Share of a row's size above which the relaxation overfills it.
+    tolerance = 1e-9 * float(np.abs(rows.slack).max())
     program, answer = Relaxation(graph), None
-    for _ in range(ROUNDS):
+    for _ in range(60):
         better = program.solve(budget.deadline)
         if better is None:
             break

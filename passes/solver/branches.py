@@ -19,8 +19,7 @@ from .local_search import descend
 from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve, propagate
-from .problem import Array
-from .tables import Index
+from .problem import Array, Index
 
 
 def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: Alike | None = None) -> float:
@@ -80,14 +79,8 @@ def _pairs_above(
     return extra + above[i][:, None] + above[j]
 
 
-PASSES = 5
-"""Of messages in a branch, from the dual values of the whole."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another relaxation."""
-TRIED = 6
-"""Nodes of which branches are bounded, to say which is branched on."""
-SHARE = 0.01
-"""Weight from which on a strategy is a branch of its own."""
 
 Expand = Callable[[dict[int, int]], dict[int, int]]
 
@@ -142,7 +135,8 @@ class Branches:
 
     def _branched(self, graph: Graph, relaxed: Relaxed, bound: float, expand: Expand) -> float:
         shares = relaxed.by_node(graph)
-        tried = sorted(shares, key=lambda node: (float(shares[node].max()), node))[:TRIED]
+        # Nodes of which branches are bounded, to say which is branched on.
+        tried = sorted(shares, key=lambda node: (float(shares[node].max()), node))[:6]
         node = max(tried, key=lambda node: self._least_bound(graph, node, shares[node], relaxed.messages))
         least = float("inf")
         for keep in _parts(shares[node]):
@@ -172,7 +166,8 @@ class Branches:
         except DeadEnd:
             return cutoff
         passing = MessagePassing(branch)
-        settled = passing.ascend(passing.packed(own), PASSES, self._deadline)
+        # Of messages in a branch, from the dual values of the whole.
+        settled = passing.ascend(passing.packed(own), 5, self._deadline)
         own_bound = passing.lower_bound(settled)
         bound = max(known, own_bound)
         if bound >= cutoff:
@@ -194,7 +189,8 @@ class Branches:
 def _parts(shares: Array) -> Iterator[Index]:
     """The strategies one by one that have weight, the most first; and all others."""
     order = np.argsort(-shares, kind="stable")
-    count = int((shares[order] >= SHARE).sum())
+    # Weight from which on a strategy is a branch of its own.
+    count = int((shares[order] >= 0.01).sum())
     for place in order[:count]:
         yield np.array([place])
     if count < len(order):

@@ -23,28 +23,17 @@ from .problem import Infeasible
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
-DEEP_LIMIT = 1_500_000
-"""The same where equal layers were relaxed as one: what it adds is little, and it takes minutes."""
 LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
 PASSES = 5
 """Of messages before they are looked at."""
-STALLED, PATIENCE = 0.02, 3
-"""Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
 QUICK, FEW = 100_000, 4
 """Edge entries up to which a relaxation takes no longer than so many times five passes of messages, and bounds better:
 where messages have not converged by then it is its turn."""
-DEEP = 0.4
-"""Share of a graph's edge entries, at most, that its different edges have for equal layers to be relaxed as one."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
-WORTHWHILE_IF_LARGE = 0.02
-"""The same where the graph is too large for the next kind."""
 BRANCHES, BRANCHES_SHARE = 100, 0.5
 """Relaxations solved in branches, and the share of the time left for them, before HiGHS searches by itself."""
-WEIGHT, MOSTLY_DECIDED = 1e-6, 0.2
-"""Weight in the relaxation of a strategy that may be part of its nearest choices; share of the entries at most, that
-these strategies have, for the best of them to be looked for."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +172,8 @@ class _Connected:
             self.bound = self._cutoff
             return False
         after = self.graph.entries()
-        return after <= before * (1 - (WORTHWHILE_IF_LARGE if after > PROGRAM_LIMIT else WORTHWHILE))
+        # Less is worth it where the graph is too large for the next kind.
+        return after <= before * (1 - (0.02 if after > PROGRAM_LIMIT else WORTHWHILE))
 
     def _by_messages(self) -> bool:
         passing = MessagePassing(self.graph)
@@ -192,9 +182,9 @@ class _Connected:
         bound = new = -float("inf")
         stalled, left = 0, FEW if self.graph.entries() <= QUICK else float("inf")
         # Once in any case: a search whose time is over before it began has a bound as well.
-        while (
-            stalled < PATIENCE and left > 0 and not (np.isfinite(bound) and self.best and self.budget.spent)
-        ):
+        # Messages have converged when this many times in a row the bound rose by less than this share of
+        # the gap.
+        while stalled < 3 and left > 0 and not (np.isfinite(bound) and self.best and self.budget.spent):
             settled = passing.ascend(messages, PASSES, self.budget.deadline)
             new = passing.lower_bound(settled)
             for backward in (False, True):
@@ -202,7 +192,7 @@ class _Connected:
             left -= 1
             gain = new - bound
             bound = max(bound, new)
-            stalled = stalled + 1 if gain <= STALLED * (self.cost - bound) else 0
+            stalled = stalled + 1 if gain <= 0.02 * (self.cost - bound) else 0
             if self.cost - bound <= self.budget.tolerance:
                 break
         return self._prune(passing.unpacked(settled), new, self._alike())
@@ -213,7 +203,8 @@ class _Connected:
         relaxed = None if alike is None else Relaxation(self.graph, alike).solve(self.budget.deadline)
         if relaxed is None:
             return False
-        self._most = DEEP_LIMIT
+        # Edge entries, at most, where equal layers were relaxed as one: what it adds is little, and it takes minutes.
+        self._most = 1_500_000
         passing = MessagePassing(self.graph)
         messages = passing.packed(relaxed.messages)
         settled = passing.ascend(messages.copy(), PASSES, self.budget.deadline)
@@ -228,7 +219,9 @@ class _Connected:
         """What is alike, if the graph is large and most of it is; None otherwise."""
         entries = self.graph.entries()
         alike = Alike.of(self.graph) if entries > QUICK else None
-        return None if alike is None or alike.entries(self.graph) > DEEP * entries else alike
+        # Share of a graph's edge entries, at most, that its different edges have for equal layers to be
+        # relaxed as one.
+        return None if alike is None or alike.entries(self.graph) > 0.4 * entries else alike
 
     def _by_relaxation(self) -> bool:
         if self.graph.entries() > self._most:
@@ -247,11 +240,14 @@ class _Connected:
         rest = self.graph.copy()
         try:
             for node, shares in relaxed.by_node(rest).items():
-                rest.restrict(node, np.flatnonzero(shares > WEIGHT))
+                # Weight in the relaxation of a strategy that may be part of its nearest choices;
+                # share of the entries at most, that these strategies have, for the best of them to
+                # be looked for.
+                rest.restrict(node, np.flatnonzero(shares > 1e-6))
             presolve(rest, self.budget.deadline)
         except DeadEnd:
             return
-        if rest.entries() <= MOSTLY_DECIDED * self.graph.entries():
+        if rest.entries() <= 0.2 * self.graph.entries():
             known = self.cost - self.graph.constant
             found = Branches(rest, known, self.budget.tolerance, self.budget.deadline, BRANCHES)
             if found.best is not None:

@@ -12,12 +12,8 @@ from .graph import DeadEnd, Graph
 from .presolve import presolve, propagate
 from .problem import Array, Infeasible, Problem
 
-LARGEST = 400
-"""Nodes of the largest set that is made minimal; a larger one is returned as it is."""
 SMALL = 60
 """Nodes of a set that is made minimal by solving, where arc consistency would do."""
-SECONDS = 20.0
-"""For each question whether a set has a choice."""
 _Test = Callable[[Graph, Sequence[int]], bool]
 
 
@@ -35,7 +31,8 @@ def contradiction(base: Graph, suspect: int) -> list[int]:
     ) as dead:  # arc consistency sees the contradiction: it is enough, and fast, to ask only that
         possible, suspect = _consistent, dead.node
     ball = _ball(base, suspect, possible)
-    if len(ball) > LARGEST:
+    # Nodes of the largest set that is made minimal; a larger one is returned as it is.
+    if len(ball) > 400:
         return ball
     needed = _shrink(base, [], ball, possible)
     if possible is _consistent and len(needed) <= SMALL:  # a part of it may do, by reasons it does not see
@@ -97,16 +94,13 @@ def _possible(base: Graph, nodes: Sequence[int]) -> bool:
     graph = _induced(base, nodes)
     try:
         presolve(graph)
-        solve_presolved(graph, Budget(time.monotonic() + SECONDS, float("inf")))
+        # For each question whether a set has a choice.
+        solve_presolved(graph, Budget(time.monotonic() + 20.0, float("inf")))
     except DeadEnd:
         return False
     except Infeasible:
         return True
     return True
-
-
-FULLEST = 8
-"""Steps that are looked at, those where the nodes' least usages add up to most."""
 
 
 def no_room(problem: Problem, base: Graph, deadline: float) -> Infeasible | None:
@@ -135,7 +129,8 @@ def several_rows(problem: Problem, base: Graph, deadline: float) -> Infeasible:
 
 def _fullest(problem: Problem) -> list[int]:
     least = problem.least_profile()
-    return sorted(range(len(least)), key=lambda row: (-least[row], row))[:FULLEST]
+    # Steps that are looked at, those where the nodes' least usages add up to most.
+    return sorted(range(len(least)), key=lambda row: (-least[row], row))[:8]
 
 
 def least_usage(problem: Problem, base: Graph, row: int, deadline: float) -> tuple[float, list[int]]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Array, Problem
-from .tables import Index, Tables
+from .problem import Array, Index, Problem, Tables
 from .usage import Rows, Usage, combine
 
 

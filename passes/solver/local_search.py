@@ -62,9 +62,9 @@ class Search:
         """No impossible pair is chosen."""
         return all(np.isfinite(self.around[node][a]) for node, a in self.choice.items())
 
-    def repair(self, price: float, deadline: float, rounds: int = 40) -> bool:
+    def repair(self, price: float, deadline: float) -> bool:
         """Descend on cost + price * overflow, with a price that doubles until the choice fits."""
-        for _ in range(rounds):
+        for _ in range(40):
             if self.fits():
                 return self.possible()
             if time.monotonic() > deadline:
@@ -122,15 +122,7 @@ class Search:
         self.choice[node] = strategy
         usage = self.rows.usages.get(node)
         if usage is not None:
-            more = usage.used[:, strategy] - usage.used[:, old]
-            if len(more) < 8:
-                for first, last, used in zip(usage.first, usage.last, more, strict=True):
-                    self.over[first:last] += used
-            else:
-                slope = np.zeros(len(self.over) + 1)
-                np.add.at(slope, usage.first, more)
-                np.add.at(slope, usage.last, -more)
-                self.over += np.cumsum(slope)[:-1]
+            usage.add_each(self.over, usage.used[:, strategy] - usage.used[:, old])
         for other, matrix in self.graph.adjacent[node].items():
             if np.isfinite(matrix[old]).all():
                 self.around[other] = self.around[other] - matrix[old] + matrix[strategy]

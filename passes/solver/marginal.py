@@ -26,13 +26,8 @@ from .passing import Messages
 from .problem import Array
 from .usage import Row
 
-INTEGRAL = 1e-6
-SCALE = 1e5
-"""What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it."""
 ROW_SCALE = 1e4
 """What the slack of a memory row becomes; the tolerance of 1e-6 is then 1e-10 of it."""
-LEFT_SECONDS = 5.0
-"""For HiGHS to end when it is interrupted."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,8 @@ def build_program(graph: Graph, alike: Alike) -> _Program:
 def _factor(cost: Array) -> float:
     """A power of two (so that scaling is exact) that brings the mean positive cost to `SCALE`."""
     positive = cost[cost > 0]
-    return float(2.0 ** np.round(np.log2(SCALE / np.mean(positive)))) if len(positive) else 1.0
+    # What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it.
+    return float(2.0 ** np.round(np.log2(1e5 / np.mean(positive)))) if len(positive) else 1.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ class Relaxation:
             for p, (key, (scale, _)) in enumerate(self.memory.items())
         }
         whole = np.repeat(program.count, np.diff(program.start))
-        integral = bool((np.minimum(np.abs(x), np.abs(whole - x)) < INTEGRAL).all())
+        integral = bool((np.minimum(np.abs(x), np.abs(whole - x)) < 1e-6).all())
         of_kinds = np.split(x, program.start[1:-1])
         shares = [of_kinds[self._at[like[node]]] / self._alike.count[like[node]] for node in sorted(like)]
         return Relaxed(self._choice(x), np.concatenate(shares), integral, messages, prices)
@@ -230,7 +226,8 @@ class Relaxation:
                 thread.join(0.1)
         except BaseException:
             solver.cancelSolve()
-            thread.join(LEFT_SECONDS)
+            # For HiGHS to end when it is interrupted.
+            thread.join(5.0)
             raise
 
 

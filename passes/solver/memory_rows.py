@@ -18,8 +18,7 @@ from .core import Budget
 from .graph import DeadEnd, Graph, cost_beside
 from .local_search import Search
 from .presolve import presolve
-from .problem import Array
-from .tables import Tables
+from .problem import Array, Tables
 from .usage import Rows
 
 
@@ -88,26 +87,12 @@ def improve_part(
 
 PROGRAM_LIMIT, SMALL = 400_000, 50_000
 """Edge entries of the largest graph that goes to HiGHS as a whole; and of one that goes there at once."""
-EXACT_SHARE = 0.5
-"""Share of the time left for that, if there is a choice that parts could improve."""
-REPAIR_EVERY, REPAIR_SHARE = 8, 0.4
-"""Of the favourites at prices each so many-th is repaired; of those that programs give, as many as this share of the
-time allows. A repair takes as long as many steps of the prices."""
-GRACE = 5.0
-"""Seconds after the deadline that finding a first choice that fits may take."""
-FAILURES, FAILURES_WHERE_LARGE = 15, 200
-"""Parts in a row that could not be improved, after which no more are tried for now."""
 
-PRICE_SHARE, REPRICE_SHARE, PART_SHARE = 0.1, 0.05, 0.4
-"""Shares of the time left for prices where the graph is larger, for improving them, and for solving parts. Parts
-lower the cost, prices only say where to start and when to stop."""
 PART, PART_SECONDS = 20_000, 3.0
 """Edge entries of the first part to be solved exactly, and the time for one."""
 PACE, LONGER, SHORTER = 0.5, 1.1, 1.2
 """Seconds that a part should take, at least; by what that grows after one that could not be improved, and shrinks after
 one that could. Twice as large a part takes over three times as long: it is worth that where smaller ones fail."""
-WORTH = 1e-4
-"""A part need not be improved by less than this share of the gap."""
 GROWTH, SMALLEST, LARGEST = 1.15, 1_000, 200_000
 
 
@@ -137,7 +122,9 @@ class MemorySearch:
     def solve(self) -> None:
         """Fill `best`, `cost` and `bound`. Raises DeadEnd if nothing fits."""
         if self.graph.entries() > SMALL:
-            self._price(PRICE_SHARE)
+            # Shares of the time left for prices where the graph is larger, for improving them, and for
+            # solving parts. Parts lower the cost, prices only say where to start and when to stop.
+            self._price(0.1)
         improved = None  # whether parts of the best choice could be improved; None: not tried
         while not self._done():
             left = self._pruned()
@@ -146,12 +133,14 @@ class MemorySearch:
             small, exact = left.entries() <= SMALL, left.entries() <= PROGRAM_LIMIT
             if exact and (small or self.best is None or improved is not None):
                 whole = small or self.best is None or not improved
-                if self._close(left, 1.0 if whole else EXACT_SHARE) or whole:
+                # Share of the time left for that, if there is a choice that parts could improve.
+                if self._close(left, 1.0 if whole else 0.5) or whole:
                     break
             if self.best is not None:
-                improved = self._improve_parts(PART_SHARE, FAILURES if exact else FAILURES_WHERE_LARGE)
+                # Parts in a row that could not be improved, after which no more are tried for now.
+                improved = self._improve_parts(0.4, 15 if exact else 200)
             if not self._done():
-                self._price(REPRICE_SHARE)
+                self._price(0.05)
         if self.best is None:  # even if time has run out
             self._price(1.0)
 
@@ -177,7 +166,9 @@ class MemorySearch:
             nonlocal last
             last = choice
             self._favourites += 1
-            if self._favourites % REPAIR_EVERY == 0:
+            # Of the favourites at prices each so many-th is repaired; of those that programs give, as
+            # many as this share of the time allows. A repair takes as long as many steps of the prices.
+            if self._favourites % 8 == 0:
                 self._repair(choice, prices)
             return self.cost
 
@@ -193,21 +184,18 @@ class MemorySearch:
     def _repair_in_turn(self, choice: dict[int, int]) -> None:
         """Repair a choice and improve it, unless that has taken long already."""
         now = time.monotonic()
-        if self.best is None or self._seconds_of_repair < REPAIR_SHARE * (now - self._start):
+        if self.best is None or self._seconds_of_repair < 0.4 * (now - self._start):
             self._repair(choice, self._prices)
             self._seconds_of_repair += time.monotonic() - now
 
     def _repair(self, choice: dict[int, int], prices: Array) -> None:
-        extra = self.rows.priced(prices)
-        costs = {
-            node: extra[self.rows.start[p] : self.rows.start[p + 1]] for p, node in enumerate(self.rows.nodes)
-        }
-        search = Search(self.graph, self.rows, choice, costs)
+        search = Search(self.graph, self.rows, choice, self.rows.priced(prices))
         unit = float(np.abs(self.rows.slack).max(initial=0.0)) or 1.0
         price = max(float(prices.max(initial=0.0)), 1e-3 * abs(self.graph.value(choice)) / unit)
         if not np.isfinite(price):
             price = 1.0
-        until = self.budget.deadline + (GRACE if self.best is None else 0.0)
+        # Seconds after the deadline that finding a first choice that fits may take.
+        until = self.budget.deadline + (5.0 if self.best is None else 0.0)
         if search.repair(price, until):
             search = Search(self.graph, self.rows, search.choice, {})
             search.descend(float("inf"), until)
@@ -254,7 +242,8 @@ class MemorySearch:
         while time.monotonic() < until and not self._done() and failures < patience:
             start = time.monotonic()
             nodes = grow(self.graph, self._seeds(), int(size), self._rng)
-            worth = max(self.budget.tolerance, WORTH * (self.cost - self.bound))
+            # A part need not be improved by less than this share of the gap.
+            worth = max(self.budget.tolerance, 1e-4 * (self.cost - self.bound))
             limit = min(start + PART_SECONDS, until)
             better = improve_part(self.graph, self.rows, self.best, nodes, Budget(limit, worth))
             if better is not None:

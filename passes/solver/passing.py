@@ -18,8 +18,7 @@ import numpy as np
 
 from .alike import Side
 from .graph import Graph
-from .problem import Array
-from .tables import Index
+from .problem import Array, Index
 
 Messages = Mapping[tuple[int, int], Array]
 """(from, to) -> [S_to]."""

@@ -18,19 +18,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from .graph import DeadEnd, Graph
-from .problem import Array
-from .tables import BLOCK, Index
+from .problem import BLOCK, Array, Index
 from .usage import RangeMinimum
-
-WORK_LIMIT = 400_000_000
-"""Skip a matrix with more multiply-adds than this: the comparison would cost more than the search."""
 
 
 def needed_strategies(graph: Graph, node: int) -> Index | None:
     """The strategies of `node` that are not dominated; None if all are needed."""
     cost = graph.cost[node]
     matrices = [graph.adjacent[node][other] for other in sorted(graph.adjacent[node])]
-    if any(matrix.size * len(cost) > WORK_LIMIT for matrix in matrices):
+    # Skip a matrix with more multiply-adds than this: the comparison would cost more than the search.
+    if any(matrix.size * len(cost) > 400_000_000 for matrix in matrices):
         return None
     pairs = lambda: dominated_pairs(cost, matrices)
     usage = graph.usage(node)
@@ -100,10 +97,6 @@ def _survivors(count: int, pairs: tuple[Index, Index], used: Array | None) -> In
     for b in np.flatnonzero(dominates.any(axis=0)):
         alive[b] = not (dominates[:, b] & alive).any()
     return np.flatnonzero(alive)
-
-
-FILL_LIMIT = 1_000_000
-"""Entries of the largest edge matrix that an elimination may make."""
 
 
 def presolve(graph: Graph, until: float = float("inf"), latest: float = float("inf")) -> None:
@@ -197,7 +190,8 @@ def _reduce_cheaply(graph: Graph, node: int) -> bool:
     if len(graph.cost[node]) > 1:
         if len(around) > 2:
             return changed
-        if len(around) == 2 and np.prod([float(len(graph.cost[other])) for other in around]) > FILL_LIMIT:
+        # Entries of the largest edge matrix that an elimination may make.
+        if len(around) == 2 and np.prod([float(len(graph.cost[other])) for other in around]) > 1_000_000:
             return changed
     graph.eliminate(node)
     return True

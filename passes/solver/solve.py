@@ -13,18 +13,10 @@ from .explain_infeasible import contradiction, no_room, several_rows
 from .graph import DeadEnd, Graph
 from .memory_rows import MemorySearch
 from .presolve import presolve
-from .problem import Infeasible, Problem, Solution
-from .tables import Tables
+from .problem import Infeasible, Problem, Solution, Tables
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
-PRESOLVE_SHARE, CHEAP_SHARE = 0.4, 0.7
-"""Shares of the time limit after which the expensive reductions end, and the cheap ones."""
-RESERVE_SHARE, RESERVE = 0.05, 10.0
-"""Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
-
-SHARED = 8_000_000
-"""Entries of a problem's tables up to which they are used and filled further: 64 MB."""
 
 
 def solve(
@@ -40,10 +32,12 @@ def solve(
     best choice so far. warm: a choice from elsewhere (of a similar problem); where it is possible and fits, only better
     ones are looked for. Deterministic, as long as the time limit does not end it. Raises Infeasible.
     """
-    deadline = time.monotonic() + time_limit - min(RESERVE, RESERVE_SHARE * time_limit)
+    # Share of the time limit, and seconds at most, kept for what cannot be interrupted.
+    deadline = time.monotonic() + time_limit - min(10.0, 0.05 * time_limit)
     relative = max(relative_gap, ROUNDING)
     known = _known(problem, warm)
-    shared = problem.tables.entries <= SHARED
+    # Entries of a problem's tables up to which they are used and filled further: 64 MB.
+    shared = problem.tables.entries <= 8_000_000
     base = Graph.of(problem, problem.tables if shared else Tables())
     prices: dict[int, float] = {}
     try:
@@ -70,7 +64,8 @@ def _search(
     graph = base.copy()
     if problem.limit is not None:
         graph.add_rows(problem)
-    presolve(graph, now + PRESOLVE_SHARE * (deadline - now), now + CHEAP_SHARE * (deadline - now))
+    # Shares of the time limit after which the expensive reductions end, and the cheap ones.
+    presolve(graph, now + 0.4 * (deadline - now), now + 0.7 * (deadline - now))
     scale, messages = cost_scale(graph, deadline)
     budget = Budget(deadline, relative * scale)
     warm = None if known is None else graph.reduced(dict(enumerate(known)))
@@ -123,10 +118,6 @@ def _solution(
     return Solution(tuple(choice), cost, bound, gap, "optimal" if closed else "feasible", prices)
 
 
-GAP = 1e-4
-"""Relative gap at which the mix is good enough: layers are discrete, so it seldom vanishes."""
-
-
 def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) -> tuple[int, ...] | None:
     """The choice of least `problem.cost` that takes, at every node, a strategy that some of `choices` takes.
 
@@ -138,7 +129,8 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     fitting = [p for p in positions if small.fits(p)]
     warm = min(fitting, key=small.cost, default=None)
     try:
-        found = solve(small, time_limit=seconds, relative_gap=GAP, warm=warm)
+        # Relative gap at which the mix is good enough: layers are discrete, so it seldom vanishes.
+        found = solve(small, time_limit=seconds, relative_gap=1e-4, warm=warm)
     except Infeasible:
         return None
     return tuple(k[a] for k, a in zip(keep, found.choice, strict=True))

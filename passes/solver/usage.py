@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 
-from .problem import Array
-from .tables import Index
+from .problem import Array, Index
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +58,18 @@ class Usage:
 
     def subtract_from(self, slack: Array) -> None:
         """Subtract, in place, what the only strategy uses."""
+        self.add_each(slack, -self.used[:, 0])
+
+    def add_each(self, profile: Array, used: Array) -> None:
+        """Add `used` [m], in place, throughout each of the ranges."""
         if len(self.first) < 8:
-            for first, last, used in zip(self.first, self.last, self.used[:, 0], strict=True):
-                slack[first:last] -= used
+            for first, last, more in zip(self.first, self.last, used, strict=True):
+                profile[first:last] += more
         else:
-            slope = np.zeros(len(slack) + 1)
-            self.add_to(slope, 0)
-            slack -= np.cumsum(slope)[:-1]
+            slope = np.zeros(len(profile) + 1)
+            np.add.at(slope, self.first, used)
+            np.add.at(slope, self.last, -used)
+            profile += np.cumsum(slope)[:-1]
 
     def at_rows(self, first: Index, last: Index) -> Usage:
         """The same at other rows."""
@@ -85,10 +89,10 @@ class Usage:
         """[S]: cost at prices per row; before [T + 1] are their sums over the rows before each."""
         return (before[self.last] - before[self.first]) @ self.used
 
-    def add_to(self, slope: Array, strategy: int, sign: float = 1.0) -> None:
+    def add_to(self, slope: Array, strategy: int) -> None:
         """Add what `strategy` uses to a profile given by its differences [T + 1]."""
-        np.add.at(slope, self.first, sign * self.used[:, strategy])
-        np.add.at(slope, self.last, -sign * self.used[:, strategy])
+        np.add.at(slope, self.first, self.used[:, strategy])
+        np.add.at(slope, self.last, -self.used[:, strategy])
 
 
 class RangeMinimum:
@@ -229,9 +233,10 @@ class Rows:
         """[rows]: use of a choice given by its share [columns] of every strategy."""
         return np.cumsum(self.slope @ x)
 
-    def priced(self, prices: Array) -> Array:
-        """[columns]: cost of what is used, at `prices` [rows]."""
-        return self.slope.T @ np.cumsum(prices[::-1])[::-1]
+    def priced(self, prices: Array) -> dict[int, Array]:
+        """Node -> [S_i]: cost of what is used, at `prices` [rows]."""
+        extra = self.slope.T @ np.cumsum(prices[::-1])[::-1]
+        return {node: extra[self.start[p] : self.start[p + 1]] for p, node in enumerate(self.nodes)}
 
     def of_graph(self, prices: Array) -> dict[int, float]:
         """`prices` [rows] by the rows of the graph."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from cost_model.errors import ShardingError
-from passes.ir.properties import described
+from passes.ir.graph_properties import described
 from passes.stages.backward_stages import backward_stages, pair_gradients
 from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
 from passes.stages.stage_places import (

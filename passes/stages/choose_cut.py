@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from cost_model.errors import InfeasibleError
+from passes.ir.graph_properties import described
 from passes.ir.joint import results_nbytes
-from passes.ir.properties import described
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment
 
 Fits = Callable[[Segment], bool]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.joint import JointGraph, results_nbytes
-from passes.ir.op_signature import op_signature
+from passes.ir.op_schema import op_signature
 from passes.ir.op_traits import is_product
 from passes.stages.graph_parts import (
     GraphParts,

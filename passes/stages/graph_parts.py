@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from passes.ir.joint import GraphInput, JointGraph, dependents, results_nbytes
+from passes.ir.joint import GraphInput, JointGraph, after_tangents, dependents, ops_by_phase, results_nbytes
 from passes.ir.op_traits import draws, is_cast, is_collect, is_of_piece, is_product, is_use, is_view
-from passes.ir.phase_ops import after_tangents, ops_by_phase
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 

@@ -11,11 +11,10 @@ from torch import fx
 from cost_model.errors import ShardingError
 from passes.canonicalize.insert_uses import InsertUses
 from passes.canonicalize.normalize_arguments import MergeDuplicates
-from passes.ir.collector import collector_paused
-from passes.ir.graph_pass import run_passes
+from passes.ir.graph_pass import erase_dead, run_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.op_traits import when_run
-from passes.ir.rewrite import erase_dead
+from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.stages.assign_stages import Assigned, assign_stages, assigned_like
 from passes.stages.graph_parts import GraphParts, base, graph_parts, operands, tensor_kind

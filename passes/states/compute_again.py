@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import fx
 
-from passes.ir.joint import JointGraph, map_operands, tensor_operands
+from passes.ir.graph_pass import duplicate_joint, erase_dead
+from passes.ir.joint import JointGraph, after_tangents, map_operands, ops_by_phase, tensor_operands
 from passes.ir.op_traits import is_use, is_view, when_read
-from passes.ir.phase_ops import after_tangents, ops_by_phase
-from passes.ir.rewrite import duplicate_joint, erase_dead
 
 AGAIN, _USE = "_again", "_use_again"
 """End the names of copies, and of what their readers share."""

@@ -28,11 +28,10 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
-from passes.ir.joint import JointGraph, dependents, result_index, results_nbytes
+import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
+from passes.ir.graph_pass import duplicate_joint
+from passes.ir.joint import JointGraph, dependents, ops_by_phase, result_index, results_nbytes
 from passes.ir.op_traits import draws, is_collect, is_either, is_product, is_use, is_view, storage_root
-from passes.ir.phase_ops import ops_by_phase
-from passes.ir.rewrite import duplicate_joint
 from passes.states.compute_again import AGAIN, Copies
 from passes.strategies.traffic import TrafficModel
 

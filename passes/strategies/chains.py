@@ -30,9 +30,6 @@ Spans = tuple[Span, ...]
 Asked = dict[tuple[str, ...], dict[Spans, int]]
 """Axes -> spans that readers have a use for -> how many windows away the reader is."""
 
-_LONGEST = 2
-"""Exchanges that one may replace, beside its own: each makes one more strategy of every split of an op in a chain."""
-
 
 def find_chains(
     ops: Sequence[tuple[fx.Node, OpRule]], mesh: MeshSpec, cuts: Cuts, joined: JoinedAxes = ()
@@ -99,7 +96,9 @@ class _ChainFinder:
             counts = tuple(self.mesh.size(axis) for axis in axes)
             options = self.cuts.options(rule.sizes[factor], axes, self.mesh)
             parts = [(option or nested_spans(rule.sizes[factor], counts), 1) for option in options]
-            parts += [(spans, away + 1) for spans, away in wanted.get(axes, {}).items() if away < _LONGEST]
+            # Exchanges that one may replace, beside its own: each makes one more strategy of every
+            # split of an op in a chain.
+            parts += [(spans, away + 1) for spans, away in wanted.get(axes, {}).items() if away < 2]
             found: dict[Spans, int] = {}
             for each, away in parts:
                 spans, overlap = self._read(window, each, length)

@@ -18,7 +18,7 @@ from autoshard.progress import stages_of
 from autoshard.refine.time_work import TimedStore
 from benchmarks.fuzz_readers import small_plan
 from cost_model.cache_files import write_whole
-from cost_model.checked_arguments import MOST_BYTES, parse_json
+from cost_model.errors import MOST_BYTES, parse_json
 from cost_model.timed import TimedPrices
 from tests.api.test_plan_cache import task
 

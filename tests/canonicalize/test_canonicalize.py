@@ -14,9 +14,8 @@ from torch import nn
 
 from passes.canonicalize import PIPELINE, canonicalize
 from passes.capture import capture
-from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_pass import GraphPass, copy_joint
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.rewrite import copy_joint
 from tests import models
 from tests.canonicalize.functions import FUNCTIONS
 from tests.canonicalize.gone import is_gone

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the op)
 from passes.ir.torch_tracing import fake_tensors
-from passes.ops.product_ops import Terms, contract_reference, format_equation, parse_equation
+from passes.ops.layer_ops import Terms, contract_reference, format_equation, parse_equation
 from tests.canonicalize.graphs import ramp
 
 

@@ -4,8 +4,7 @@ import torch
 
 from passes.canonicalize.insert_uses import InsertUses
 from passes.canonicalize.normalize_arguments import MergeDuplicates
-from passes.ir.graph_pass import run_passes
-from passes.ir.rewrite import copy_joint
+from passes.ir.graph_pass import copy_joint, run_passes
 from tests.canonicalize.graphs import applied, assert_same, prepared, ramp, text
 
 

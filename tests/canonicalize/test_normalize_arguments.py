@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from passes.canonicalize.normalize_arguments import NormalizeArguments
-from passes.ir.rewrite import copy_joint
+from passes.ir.graph_pass import copy_joint
 from tests.canonicalize.graphs import Function, assert_same, assert_valid, joint_of, ramp, text
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from cost_model.errors import CaptureError
 from passes.canonicalize.random_to_uniform import RandomToUniform
+from passes.ir.graph_pass import copy_joint
 from passes.ir.joint import JointGraph
-from passes.ir.rewrite import copy_joint
 from tests.canonicalize.graphs import Function, assert_valid, ops, prepared, run
 
 N = 20_000

@@ -6,8 +6,7 @@ import torch
 
 from passes.canonicalize.gradients import SplitConvolutionBackward
 from passes.canonicalize.normalize_arguments import NormalizeArguments
-from passes.ir.graph_pass import run_passes
-from passes.ir.rewrite import copy_joint
+from passes.ir.graph_pass import copy_joint, run_passes
 from tests.canonicalize.graphs import assert_same, prepared, ramp
 
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture import capture
-from passes.capture.held_tensors import overlap
+from passes.capture.model_state import overlap
 
 FLAT = torch.arange(48.0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork

@@ -15,8 +15,7 @@ from autoshard.plan.task import search_plan
 from autoshard.planning import CallLayouts, Task, canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.compile.join_kernels import JoinKernels
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
 from passes.simulate.lockstep import simulated_groups

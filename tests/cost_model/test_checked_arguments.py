@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.arguments import checked_micro_batches, checked_race
-from cost_model.checked_arguments import checked_count
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, checked_count
 
 
 def test_integers_of_numpy_are_taken_as_pythons() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from passes.ir.collector import collector_paused
+from passes.ir.process_state import collector_paused
 
 
 @pytest.fixture(autouse=True)

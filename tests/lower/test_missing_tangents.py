@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from passes.ir.joint import GraphInput, GraphOutput
-from passes.lower.missing_tangents import without_tangents
 from passes.lower.phases import split_phases
+from passes.lower.rank_program import without_tangents
 from tests.runtime.graphs import Local
 from tests.runtime.splitting import Block, primitive_joint, random_values, run_backward, split, targets
 

@@ -7,20 +7,17 @@ import random
 import pytest
 import torch
 
-from autoshard.plan.judged import judged
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import judged, prices_of
 from autoshard.profiling.startup import nominal_profile
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.lower.one_piece import pieces_of
-from passes.lower.piecewise import RankPieces
+from passes.layout.layout import Assignment, NodeLayouts
+from passes.lower.piecewise import RankPieces, pieces_of
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch, first_of_each_size, layouts_like
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing, boundary_of
 from passes.simulate.lockstep import simulated_groups
 from passes.simulate.reference import graph_values
 from tests.micro_batches.test_in_pieces import MODELS, model_and_values

@@ -19,7 +19,7 @@ from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import NoStates, States
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing
 
 LIMIT = 1000
 

@@ -18,7 +18,7 @@ from autoshard.plan.task import search_plan
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
 from passes.ir.joint import JointGraph
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.stages.stage_graphs import stage_graphs
 from tests.models import seeded
 from tests.plans.pipelines import SQUARE

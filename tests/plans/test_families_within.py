@@ -12,7 +12,7 @@ from autoshard import MeshSpec, find_plan
 from autoshard.plan import family_choices as module
 from autoshard.plan.family_choices import families_within
 from autoshard.planning import canonical_capture
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing
 
 MESH = MeshSpec({"a": 4})
 

@@ -19,9 +19,8 @@ from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import search_plan
 from cost_model.deadline import Deadline
 from passes.micro_batches.cut_batch import cut_for_stages
-from passes.predict.memory_kinds import KINDS
-from passes.predict.memory_record import MemoryStep
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
+from passes.predict.prediction import KINDS, MemoryStep
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autoshard import MeshSpec, Plan, PlanError, find_plan
 from autoshard.demo import GPT, GPTConfig
 from autoshard.plan.plan_memory import OUTLINE, MemoryTimeline
-from passes.predict.memory_kinds import KINDS
-from passes.predict.memory_record import MemoryStep
+from passes.predict.prediction import KINDS, MemoryStep
 from tests.profiles import slow_compute
 
 GRID = MeshSpec({"dp": 2, "tp": 2})

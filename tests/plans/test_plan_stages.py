@@ -23,7 +23,7 @@ from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing
 from passes.stages.choose_cut import stage_seconds
 from passes.stages.cut_costs import places_between_products
 from passes.stages.pipeline_orders import in_flight

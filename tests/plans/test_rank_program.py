@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, fx
 
 from autoshard import Plan, verify
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group

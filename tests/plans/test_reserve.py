@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
-from autoshard.plan.plan_prices import plan_reserve
+from autoshard.plan.judged import plan_reserve
 from cost_model.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
 from passes.plan.planned_graph import Collective
 from tests.models import TwoLinear

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.plan.stage_search import StageNeeds, shared_room
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 
 
 def test_a_stage_alone_has_all() -> None:

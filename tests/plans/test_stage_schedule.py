@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, orders_of
-from passes.predict.predict_stage import StageFigures
+from passes.predict.predict_step import StageFigures
 from passes.stages.pipeline_orders import pipeline_order
 
 

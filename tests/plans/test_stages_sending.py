@@ -22,7 +22,7 @@ from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
-from passes.search.narrowing import Narrowing
+from passes.search.search_terms import Narrowing
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from tests.profiles import slow_compute

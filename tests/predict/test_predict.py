@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, Profile, find_plan
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.compute import ComputePrices
 from cost_model.measurements import DeviceRates, Lateness, MatmulRates
 from passes.ir.joint import GraphInput, GraphOutput
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.decide import decide
-from passes.predict.predict_step import Prediction, predict_phases, predicted_step, slowest_ranks
+from passes.predict.predict_program import predict_phases
+from passes.predict.predict_step import predicted_step, slowest_ranks
+from passes.predict.prediction import Prediction
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups

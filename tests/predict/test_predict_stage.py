@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cost_model.mesh import MeshSpec
-from passes.lower.one_piece import pieces_of
+from passes.lower.piecewise import pieces_of
 from passes.lower.rank_program import rank_program
-from passes.predict.predict_stage import predict_stage
+from passes.predict.predict_step import predict_stage
 from passes.simulate.lockstep import simulated_groups
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 

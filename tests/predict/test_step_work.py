@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.plan.judged import prices_of
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_prices import prices_of
 from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import rank_program
-from passes.predict.predict_step import predict_phases
+from passes.predict.predict_program import predict_phases
 from passes.predict.step_work import StepWork, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from tests.profiles import slow_compute

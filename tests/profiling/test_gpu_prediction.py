@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.started_mesh import started_mesh
+from autoshard.planning import started_mesh
 from benchmarks import gpu_prediction
 from benchmarks.gpu_prediction import MODELS, Compared, Workload, compared
 from tests.profiles import slow_compute

@@ -25,11 +25,9 @@ from benchmarks.published_rows import ROWS, Row, missing, profile_of, read_rows
 from cost_model.compute import ComputePrices
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_collect, is_product, is_use
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.layout.placements import placements_to_layout
-from passes.predict.memory_record import LiveValue, MemoryWalk
-from passes.predict.predict_step import PredictedCollective, Prediction
+from passes.predict.prediction import LiveValue, MemoryWalk, PredictedCollective, Prediction
 from passes.states.compute_again import copies_in
 from passes.states.offers import users_choice
 

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import find_plan
-from autoshard.refine.refine import check_refine, may_refine
+from autoshard.arguments import check_choices
+from autoshard.refine.refine import may_refine
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
@@ -80,7 +81,7 @@ def test_without_time_nothing_is_timed(ranks: RankPool) -> None:
 @pytest.mark.parametrize("refine", ["on", None, True, 3.0])
 def test_what_refine_cannot_be(refine: object) -> None:
     with pytest.raises(ShardingError, match=r"refine is .*\n  try: 'auto', or 'off'"):
-        check_refine(refine)
+        check_choices(refine=refine)
 
 
 def test_offline_plans_are_unrefined() -> None:

@@ -16,8 +16,7 @@ from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import AGAIN, Case, refining_seconds
 from cost_model.timed import TimedKernel, TimedPrices
 from passes.predict.step_work import CollectiveCase, KernelCase
-from passes.search.narrowing import Narrowing
-from passes.search.search_start import COLD, SearchStart
+from passes.search.search_terms import COLD, Narrowing, SearchStart
 from tests.refine.tasks import task, timed
 
 STORE = TimedStore({"machines": "invented"})

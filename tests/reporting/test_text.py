@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from autoshard.reporting.measured import PeakMemory, RankFigures, put_together
 from autoshard.reporting.recorder import StepTimes
 from autoshard.reporting.text import report_text
-from passes.predict.predict_step import PredictedCollective, PredictedPhase, Prediction
+from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 
 MS = 1e-3
 

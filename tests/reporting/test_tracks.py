@@ -11,7 +11,7 @@ from autoshard.reporting.measured import Exposed, StepFigures, Track
 from autoshard.reporting.text import report_text, track_svg
 from autoshard.reporting.tracks import Range, Tracks, read_step
 from cost_model.measure.own_collectives import SHARED
-from passes.predict.predict_step import PredictedCollective
+from passes.predict.prediction import PredictedCollective
 
 SEEN = [
     Range("forward", 1.0, 5.0),

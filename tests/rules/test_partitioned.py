@@ -14,8 +14,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, tensor_operands
 from passes.ir.torch_compat import fresh_fakes
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.partition import partition
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import autoshard, find_plan, verify
-from autoshard.started_mesh import started_mesh
+from autoshard.planning import started_mesh
 from cost_model.mesh import MeshSpec
 
 TOLERANCE = 2e-2

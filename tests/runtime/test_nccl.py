@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.cuda import nccl
 
-from autoshard.started_mesh import ask_for_host_order, in_host_order
+from autoshard.planning import ask_for_host_order, in_host_order
 
 
 @pytest.mark.parametrize(

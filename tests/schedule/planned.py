@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_index, tensor_operands
-from passes.layout.assignment import Assignment, NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout, NodeLayouts
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.plan.decide import chosen_steps

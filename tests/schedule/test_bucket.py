@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.plan.decide import chosen_steps
@@ -31,7 +30,7 @@ from passes.schedule.issue_order import MergeRule, Side, issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
+from passes.search.search_terms import boundary_of
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.strategies.prices import Prices
 from tests.models import SwiGLU

@@ -12,8 +12,7 @@ from torch import fx, nn
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
+from passes.layout.layout import Assignment, Layout
 from passes.lower.partition import partition
 from passes.plan.planned_graph import Transfer, Turn
 from passes.redistribution.lower_redistribute import collective_nodes

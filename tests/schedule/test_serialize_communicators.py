@@ -16,7 +16,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.overlap import Overlap
-from passes.schedule.serialize_communicators import SerializeCommunicators
+from passes.schedule.schedule import SerializeCommunicators
 from passes.simulate.lockstep import simulated_group_axes
 from tests.models import SwiGLU
 from tests.schedule.planned import joint_of, lowered, random_assignment, run_phases, shards, values_of

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.phase_ops import ops_by_phase
-from passes.schedule.hiding import hidden_reads
+from passes.ir.joint import JointGraph, ops_by_phase, tensor_operands
 from passes.schedule.overlap import Overlap
-from passes.schedule.transfer_roles import PhaseRoles, TransferRole
+from passes.schedule.transfer_roles import PhaseRoles, TransferRole, hidden_reads
 from tests.schedule.by_hand import Script, order
 from tests.schedule.planned import joint_of
 

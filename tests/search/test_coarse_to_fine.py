@@ -15,13 +15,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 import passes.search.coarse_to_fine as coarse_to_fine
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from cost_model.deadline import NEVER, OutOfTime
 from passes.layout.joined_axes import JoinedAxes, keeps_together
 from passes.search.coarse_to_fine import SpaceSize, find_fastest
 from passes.search.find import Found, find_assignment
-from passes.search.graph_ends import Boundary, boundary_of
+from passes.search.search_terms import Boundary, boundary_of
 from tests.models import TwoLinear, llama
 from tests.profiles import slow_compute
 

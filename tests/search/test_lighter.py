@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan
-from passes.search.lighter import lighter
+from passes.search.judged_choice import lighter
 from passes.solver.problem import Problem
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import node_value, tensor_operands

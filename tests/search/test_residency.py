@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_either, is_use, is_view
-from passes.lower.missing_tangents import without_usually_missing
-from passes.search.graph_ends import boundary_of
-from passes.search.limited_space import build_limited
-from passes.search.offered import build_offered
+from passes.lower.rank_program import without_usually_missing
+from passes.search.offered import build_limited, build_offered
 from passes.search.residency import InPlace, may_be_another
 from passes.search.search_space import SearchSpace
+from passes.search.search_terms import boundary_of
 from passes.search.strategy_space import build_space
 from passes.states.offers import offered, places
 from tests.plans.pipelines import PP, planned, stage_task

@@ -12,9 +12,8 @@ from torch import nn
 from cost_model.timeline import Event, Timeline
 from passes.canonicalize import canonicalize
 from passes.capture import capture
-from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.phase_ops import ops_by_phase
-from passes.schedule.hiding import HiddenReads, hidden_reads
+from passes.ir.joint import JointGraph, ops_by_phase, result_index, tensor_operands
+from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.search.step_kinds import (
     EXPOSED,
     KINDS,

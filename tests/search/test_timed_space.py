@@ -12,8 +12,7 @@ from autoshard.plan.task import Task, search_plan
 from autoshard.planning import canonical_capture
 from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import tensor_operands
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
 from passes.search.class_key import class_key
 from passes.search.strategy_space import build_space

@@ -14,9 +14,8 @@ from passes.solver.branches import prune
 from passes.solver.graph import Graph
 from passes.solver.marginal import Relaxation, build_program
 from passes.solver.passing import MessagePassing, bound_of
-from passes.solver.problem import Array, Problem
+from passes.solver.problem import Array, Problem, Tables
 from passes.solver.solve import solve
-from passes.solver.tables import Tables
 
 INF = float("inf")
 SIZE, WITHIN = 3, 3

@@ -10,8 +10,7 @@ import pytest
 
 from passes.solver.branches import Branches
 from passes.solver.graph import Graph
-from passes.solver.problem import Problem
-from passes.solver.tables import Tables
+from passes.solver.problem import Problem, Tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from passes.solver.presolve import dominated_pairs
-from passes.solver.problem import Array
-from passes.solver.tables import Tables
+from passes.solver.problem import Array, Tables
 
 
 def _drawn(rng: np.random.Generator, rows: int, columns: int) -> Array:

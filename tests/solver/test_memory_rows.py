@@ -16,9 +16,8 @@ from passes.solver.core import Budget
 from passes.solver.graph import Graph
 from passes.solver.local_search import Search
 from passes.solver.memory_rows import improve_part, part_of
-from passes.solver.problem import Problem
+from passes.solver.problem import Problem, Tables
 from passes.solver.solve import solve
-from passes.solver.tables import Tables
 from passes.solver.usage import RangeMinimum, Rows, Usage, combine
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,8 +8,7 @@ import pytest
 from passes.solver import passing
 from passes.solver.graph import Graph
 from passes.solver.passing import MessagePassing
-from passes.solver.problem import Problem
-from passes.solver.tables import Tables
+from passes.solver.problem import Problem, Tables
 from tests.solver.oracle import brute_force
 
 INF = float("inf")

@@ -13,8 +13,7 @@ from passes.solver.branches import prune
 from passes.solver.graph import DeadEnd, Graph
 from passes.solver.passing import MessagePassing
 from passes.solver.presolve import presolve, propagate
-from passes.solver.problem import Array, Problem
-from passes.solver.tables import Tables
+from passes.solver.problem import Array, Problem, Tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem

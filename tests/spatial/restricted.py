@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import NodeLayouts
 from passes.rules.core.rule import OpRule
 from passes.strategies.strategies import enumerate_strategies
 

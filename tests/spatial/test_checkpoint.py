@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import autoshard
-from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import NodeLayouts
 from passes.rules.core.rule import OpRule
 from tests.profiles import slow_compute
 from tests.ranks import RankPool

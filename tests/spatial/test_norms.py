@@ -18,9 +18,8 @@ from autoshard.plan.task import search_plan
 from autoshard.planning import CallLayouts, Task, canonical_capture
 from autoshard.verification.part_errors import held_value
 from cost_model.mesh import MeshSpec
-from passes.layout.assignment import NodeLayouts
-from passes.layout.layout import Layout
-from passes.lower.one_piece import one_piece
+from passes.layout.layout import Layout, NodeLayouts
+from passes.lower.piecewise import one_piece
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
 from passes.simulate.lockstep import simulated_groups

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from autoshard import MeshSpec, Plan, find_plan
-from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import NodeLayouts
 from passes.rules.core.rule import OpRule
 from tests.profiles import slow_compute
 from tests.ranks import RankPool

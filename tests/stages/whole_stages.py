@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
+from passes.ir.process_state import autocast_off
 from passes.lower.phases import Backward, Phases, split_phases
 from passes.stages.stage_graph import StageGraph
 

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.search.agree import first_overlaps
-from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.limited_space import build_limited
+from passes.search.offered import build_limited
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
+from passes.search.search_terms import Boundary, boundary_of
 from passes.solver.problem import Infeasible, Solution
 from passes.states.compute_again import compute_again
 from passes.states.offers import candidates, places

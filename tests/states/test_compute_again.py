@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from autoshard.planning import canonical_capture
-from passes.ir.joint import JointGraph
+from passes.ir.joint import JointGraph, ops_by_phase
 from passes.ir.op_traits import storage_root
-from passes.ir.phase_ops import ops_by_phase
 from passes.lower.phases import split_phases
 from passes.simulate.reference import graph_values, reference_inputs
 from passes.states.compute_again import compute_again, copied_ops, runs_again

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
-from passes.predict.convolution_copies import convolution_copies
-from passes.search.graph_ends import boundary_of
+from passes.predict.workspaces import convolution_copies
 from passes.search.offered import build_offered
+from passes.search.search_terms import boundary_of
 from passes.states.offers import Offers
 
 MESH = MeshSpec({"dp": 2})

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.search.find import find_assignment
-from passes.search.graph_ends import boundary_of
+from passes.search.search_terms import boundary_of
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
 from tests.profiles import dear_start
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.measurements import LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

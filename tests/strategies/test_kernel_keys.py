@@ -10,7 +10,7 @@ from autoshard.planning import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import node_value, tensor_operands
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, may_be_timed

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from cost_model.memory import format_seconds
 from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, result_shapes, tensor_operands
-from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import NodeLayouts
 from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide
 from passes.plan.describe import short_dtype
-from passes.predict.predict_step import predict_phases
+from passes.predict.predict_program import predict_phases
 from passes.rules.core.rule_registry import rule_for
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices, strategy_seconds
@@ -271,7 +271,7 @@ SCHEDULE = """
 `passes/schedule/schedule.py` puts each program into the order in which it runs: `passes/schedule/bucket.py` merges
 collectives of one
 turn, `passes/schedule/overlap.py` starts them early and waits late. After each of these passes, and after those of the
-canonicalization, tests check what must hold (`passes/ir/graph_properties.py`, `passes/ir/rank_properties.py`).
+canonicalization, tests check what must hold (`passes/ir/graph_properties.py`).
 """
 
 PREDICT = """

@@ -23,9 +23,8 @@ from passes.canonicalize.permutes import (
 from passes.canonicalize.random_to_uniform import NO_GENERATORS, PLAIN_CREATIONS
 from passes.canonicalize.remove_noops import CONJUGATES_WRITTEN
 from passes.ir.graph_pass import GraphPass
-from passes.ir.graph_properties import CAPTURED, INVARIANTS, NO_DEAD_CODE, NO_USES
+from passes.ir.graph_properties import CAPTURED, INVARIANTS, NO_DEAD_CODE, NO_USES, Property
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
-from passes.ir.properties import Property
 from tests.verification.written import Written
 
 aten = torch.ops.aten

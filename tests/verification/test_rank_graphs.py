@@ -11,16 +11,22 @@ import torch
 from torch import fx
 
 from passes.ir.graph_pass import RankPass, run_rank_passes
-from passes.ir.properties import BrokenGraphError, Property
-from passes.ir.rank_properties import COLLECTIVES, COMPUTING, INVARIANTS, OPS
+from passes.ir.graph_properties import (
+    COLLECTIVES,
+    COMPUTING,
+    OPS,
+    RANK_INVARIANTS,
+    BrokenGraphError,
+    Property,
+)
 from passes.schedule.bucket import MERGED
 from passes.schedule.overlap import IN_TURN
-from passes.schedule.serialize_communicators import ONE_GROUP_IN_FLIGHT
+from passes.schedule.schedule import ONE_GROUP_IN_FLIGHT
 from tests.runtime.graphs import Local
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-_, VALUES, WAITS = INVARIANTS
+_, VALUES, WAITS = RANK_INVARIANTS
 
 
 def start(g: Local, x: fx.Node, group: str = "axes:tp", turn: int = 0) -> fx.Node:

@@ -10,11 +10,9 @@ from torch import fx
 
 from passes.canonicalize import PIPELINE
 from passes.canonicalize.normalize_arguments import ONE_SPELLING
-from passes.ir.graph_pass import GraphPass, properties_after, run_passes
-from passes.ir.graph_properties import CAPTURED, NO_DEAD_CODE
+from passes.ir.graph_pass import GraphPass, emit, properties_after, run_passes
+from passes.ir.graph_properties import CAPTURED, NO_DEAD_CODE, BrokenGraphError
 from passes.ir.joint import GraphInput, JointGraph
-from passes.ir.properties import BrokenGraphError
-from passes.ir.rewrite import emit
 from tests.verification.written import Written
 
 aten = torch.ops.aten

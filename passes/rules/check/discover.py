@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from cost_model.checked_arguments import reject
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject
 from passes.ir.joint import map_operands, tensor_operands
 from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node, choices
 from passes.rules.core.emit_op import neutral_where_empty

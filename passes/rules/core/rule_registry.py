@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_model.checked_arguments import reject, shown
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, reject, shown
 from passes.ir.joint import JointGraph, result_index
-from passes.ir.op_schema import written_arguments
-from passes.ir.op_signature import op_signature
+from passes.ir.op_schema import op_signature, written_arguments
 from passes.ir.torch_compat import op_key
 from passes.rules.core.assemble import pointwise, whole_rule
 from passes.rules.core.emit_op import neutral_where_empty

@@ -34,12 +34,8 @@ def view(call: OpCall) -> OpRule:
         sizes=sizes,
         whole=whole,
         linear=linear_sets(call, "self"),
-        localize=_reshape,
+        localize=lambda ctx: ctx.call(aten.reshape.default, argument(ctx, "self"), ctx.result_shape()),
     )
-
-
-def _reshape(ctx: LocalContext) -> fx.Node:
-    return ctx.call(aten.reshape.default, argument(ctx, "self"), ctx.result_shape())
 
 
 def common_factors(

@@ -54,9 +54,6 @@ edge_pad_backward = windowed("yx", "x", _pads, _pad_edges_backward, linear="grad
 
 Resizing = NearestResize | LinearResize | CubicResize | AntialiasResize
 
-_SHARP, _SMOOTH = -0.75, -0.5
-"""The cubic filter's free number: of plain and of antialiased resizing.   [torch: UpSample.h]"""
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -128,7 +125,8 @@ def _linear(part: _Part, resizing: LinearResize) -> Taps:
 
 def _cubic(part: _Part, resizing: CubicResize) -> Taps:
     places, distances = _around(part, _corners(part, resizing), -1, 3)
-    return part.taps(places, _spline(part, distances, _SHARP), 4)
+    # The cubic filter's free number: of plain and of antialiased resizing. [torch: UpSample.h]
+    return part.taps(places, _spline(part, distances, -0.75), 4)
 
 
 def _corners(part: _Part, resizing: LinearResize | CubicResize) -> fx.Node:
@@ -152,7 +150,7 @@ def _antialiased(part: _Part, resizing: AntialiasResize) -> Taps:
     start = ctx.call(aten.clamp.default, ctx.call(aten.floor.default, start), 0.0)
     places = part.add(part.column(start), part.numbers(0, resizing.widest))
     distances = part.distances(part.column(part.add(middle, -0.5)), places, resizing.stretch)
-    weights = _triangle(part, distances) if resizing.radius == 1 else _spline(part, distances, _SMOOTH)
+    weights = _triangle(part, distances) if resizing.radius == 1 else _spline(part, distances, -0.5)
     there = ctx.call(aten.lt.Scalar, places, part.length)
     weights = part.mul(weights, ctx.call(aten._to_copy.default, there, dtype=torch.float64))
     total = ctx.call(aten.sum.dim_IntList, weights, [1], True)

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.layout.assignment import Assignment
+from passes.layout.layout import Assignment
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, PlannedGraph
-from passes.predict import step_in_orders
-from passes.predict.predict_step import predicted_step
-from passes.predict.step_in_orders import Orders, StepInOrders
+from passes.predict import predict_step
+from passes.predict.predict_step import Orders, StepInOrders, predicted_step
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic, fused_traffic
@@ -93,7 +92,7 @@ def test_a_program_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(planned)
         return rank_program(joint, planned, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(step_in_orders, "rank_program", counted)
+    monkeypatch.setattr(predict_step, "rank_program", counted)
     steps = StepInOrders(joint)
     found = lowerings(joint, assignment, prices)
     for planned in found:

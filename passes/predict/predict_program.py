@@ -1,22 +1,80 @@
-"""How long a step takes whose batch is run in pieces, and what it holds: every piece as long as the largest."""
+"""How long one rank's program takes, on a timeline of two streams, and what it holds: of a step that runs whole, or in
+pieces of the batch, every piece as long as the largest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
 
-from passes.ir.joint import results_nbytes
+from cost_model.timeline import Timeline
+from passes.ir.joint import GraphInput, GraphOutput, results_nbytes
 from passes.lower.phases import Phases
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram
-from passes.predict.memory_record import START, LiveValue, MemoryWalk
-from passes.predict.memory_walk import held_values, live_value, program_values
-from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
-from passes.predict.step_events import AxesOf
+from passes.predict.memory_walk import held_values, live_value, memory_walk, placeholders_of, program_values
+from passes.predict.prediction import (
+    START,
+    LiveValue,
+    MemoryWalk,
+    PredictedCollective,
+    PredictedPhase,
+    Prediction,
+)
+from passes.predict.step_events import AxesOf, StepEvents
 from passes.predict.workspaces import workspaces_of
 from passes.strategies.prices import Prices
+
+Trained = dict[int, fx.Node]
+"""Placeholders of parameters with a gradient, by position."""
+
+
+def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:
+    """The step of the rank whose programs `phases` are, in the order of their nodes.
+
+    axes_of: name of a process group in the graphs -> its mesh axes.
+    """
+    step = StepEvents(prices, axes_of)
+    step.add_graph(phases.forward, "forward")
+    if phases.backward is not None:
+        step.add_graph(phases.backward.module, "backward")
+        trained = _trained(phases.forward, phases.inputs, phases.backward.gradients, phases.backward.module)
+        step.add_kernel("optimizer", update_seconds(trained, prices), "optimizer")
+    timeline = Timeline.of(step.events, prices.overlap_efficiency)
+    late = {collective: timeline.events[wait].seconds for collective, wait in step.late.items()}
+    collectives = tuple(
+        PredictedCollective(
+            issued.phase,
+            issued.node,
+            issued.serves,
+            issued.kind,
+            issued.axes,
+            issued.nbytes,
+            timeline.events[issued.event].seconds,
+            timeline.start[issued.event],
+            timeline.exposed[issued.event] + late.get(issued.event, 0.0),
+            timeline.end[issued.event],
+        )
+        for issued in step.collectives
+    )
+    workspaces = workspaces_of(prices, axes_of)
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces, step.flows)
+    return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
+
+
+def _phases(step: StepEvents, timeline: Timeline) -> Iterable[PredictedPhase]:
+    """Where ranks are late the step is longer for communication, and not for kernels."""
+    first, begun, waits = 0, 0.0, frozenset(step.late.values())
+    for name, last in step.ends:
+        members = range(first, last)
+        late = sum(timeline.events[i].seconds for i in members if i in waits)
+        compute = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "compute")
+        comm = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "comm")
+        end = max((timeline.end[i] for i in members), default=begun)
+        exposed = sum(timeline.exposed[i] for i in members)
+        yield PredictedPhase(name, end - begun, compute - late, comm, exposed + late)
+        first, begun = last, end
 
 
 def predict_pieces(
@@ -24,24 +82,25 @@ def predict_pieces(
     parts: RankPieces,
     count: int,
     prices: Prices,
-    predict: Callable[[Phases], Prediction],
     axes_of: AxesOf,
 ) -> Prediction:
     """The step of the rank whose program of the largest of `count` pieces `program` is, cut into `parts`.
 
     Its forward is what runs before the pieces and the forward of all, its backward that of all and what runs after.
-    predict: of one program that runs once. axes_of: as of `predict_phases`. Collectives of pieces are told once, where
-    the first piece has them; their seconds are of one, `times` says of how many.
+    axes_of: as of `predict_phases`. Collectives of pieces are told once, where the first piece has them; their seconds
+    are of one, `times` says of how many.
     """
     piece = parts.piece.complete()
-    before, middle, after = (predict(phases) for phases in (alone(parts.before), piece, alone(parts.after)))
-    update = update_seconds(program, prices)
+    programs = alone(parts.before), piece, alone(parts.after)
+    before, middle, after = (predict_phases(phases, prices, axes_of) for phases in programs)
+    trained = trained_by(program)
     first, *others = (phase for phase in middle.phases if phase.name != "optimizer")
     phases = [
         _sum("forward", (before.phases[0], 1), (first, count)),
         _sum("backward", *((phase, count) for phase in others), (after.phases[0], 1)),
     ]
-    if update is not None:
+    if trained:
+        update = update_seconds(trained, prices)
         phases.append(PredictedPhase("optimizer", update, update, 0.0, 0.0))
     moved = (
         *before.collectives,
@@ -83,26 +142,26 @@ def _later(
     )
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
+def trained_by(program: RankProgram) -> Trained:
+    """The parameters that a program makes gradients of."""
+    module = program.local.module
+    return _trained(module, program.inputs, program.outputs, module)
 
 
-def _trained(program: RankProgram) -> dict[int, fx.Node]:
-    """Placeholders of parameters with a gradient, by position."""
-    nodes = _placeholders(program.local.module)
-    results = program.local.module.graph.output_node().args[0]
+def _trained(
+    given: fx.GraphModule, inputs: Sequence[GraphInput], ends: Sequence[GraphOutput], made: fx.GraphModule
+) -> Trained:
+    """Of those that are `given`; `ends` are the results of `made`."""
+    nodes, results = placeholders_of(given), made.graph.output_node().args[0]
     return {
         end.index: nodes[end.index]
-        for end, result in zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
-        if end.kind == "grad" and result is not None and program.inputs[end.index].kind == "param"
+        for end, result in zip(ends, results, strict=True)  # type: ignore[arg-type]
+        if end.kind == "grad" and result is not None and inputs[end.index].kind == "param"
     }
 
 
-def update_seconds(program: RankProgram, prices: Prices) -> float | None:
-    """Of the optimizer's update of this rank's shards; None if nothing is trained."""
-    trained = _trained(program)
-    if not trained:
-        return None
+def update_seconds(trained: Trained, prices: Prices) -> float:
+    """Of the optimizer's update of this rank's shards."""
     return sum(prices.optimizer_seconds(results_nbytes(node)) for node in trained.values())
 
 
@@ -123,8 +182,8 @@ def _walk(
         steps += more
         values += made
     last, piecewise = len(steps) - 1, begins[1]
-    given = zip(_placeholders(program.local.module), program.inputs, strict=True)
-    values += held_values(given, _trained(program).keys(), prices.optimizer, last)
+    given = zip(placeholders_of(program.local.module), program.inputs, strict=True)
+    values += held_values(given, trained_by(program).keys(), prices.optimizer, last)
     values = [*_without_parts(parts, values), *_whole_tangents(program, parts, last)]
     for node in parts.before.graph.output_node().all_input_nodes:
         values.append(live_value((node, 0), "moved", "", piecewise, last))
@@ -146,6 +205,6 @@ def _without_parts(parts: RankPieces, values: Sequence[LiveValue]) -> list[LiveV
 def _whole_tangents(program: RankProgram, parts: RankPieces, last: int) -> Iterator[LiveValue]:
     """Gradients of outputs, which are there throughout; those that a stage receives are of a piece alone."""
     received = {one.source for one in parts.given if one.part is None}
-    for node, end in zip(_placeholders(program.local.module), program.inputs, strict=True):
+    for node, end in zip(placeholders_of(program.local.module), program.inputs, strict=True):
         if end.kind == "tangent" and node.users and node.name not in received:
             yield live_value((node, 0), "inputs", end.name, 0, last)

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from autoshard import MeshSpec
-from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.search.find import Found, find_assignment
-from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
-from passes.search.search_start import SearchStart
+from passes.search.search_terms import Boundary, SearchStart, boundary_of
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Solution
 from tests.models import TwoLinear, llama

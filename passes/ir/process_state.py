@@ -1,0 +1,78 @@
+"""States of the process that are set for a while: autocast, the garbage collector, random numbers."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+_DEVICE_TYPES = ("cpu", "cuda", "xpu")
+
+
+def autocast_devices() -> list[str]:
+    """Types of devices for which autocast is on."""
+    return [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+
+
+@contextmanager
+def autocast_off() -> Generator[None]:
+    """No autocast casts anything inside, whatever the script has switched on around the call. Also a decorator.
+
+    A product that the model keeps out of autocast, such as the angles of a rotary embedding, would be traced again, or
+    run, in lower precision.
+    """
+    on = autocast_devices()
+    for device_type in on:
+        torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        for device_type in on:
+            torch.set_autocast_enabled(device_type, True)
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """No collections inside; also a decorator.
+
+    A graph is one large cycle that stays alive: as it grows, the collector walks all of it again and
+    again to free nothing. That took an eighth of planning a deep model. What has no cycle is freed as usual.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def live(kinds: type[T] | tuple[type[T], ...]) -> list[T]:
+    """Every object of these classes that there is."""
+    objects = gc.get_objects()
+    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
+    found = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+    return [one for one in objects if type(one) in found] if found else []
+
+
+@contextmanager
+def random_state_kept() -> Generator[None]:
+    """What is drawn inside does not move the generators that a training script draws from. Also a decorator."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

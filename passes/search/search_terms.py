@@ -1,0 +1,158 @@
+"""What is asked of a search: where it starts, how far it goes, what ops may choose from, what layouts ends have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.ir.joint import JointGraph, node_value
+from passes.layout.layout import Assignment, Layout, NodeLayouts
+from passes.search.search_space import SearchSpace
+
+Choose = Callable[[Sequence[NodeLayouts]], Sequence[int]]
+"""Of an op's strategies the positions of those that are allowed: one at least, or InfeasibleError."""
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """held: layouts of nodes of a graph like this one at other sizes. allowed: by node name.
+    still: (reader, position among its tensor operands) -> axes over which the value does not move before it is read:
+    they split the same dim of it as it is held and as it is read, or none."""
+
+    held: Mapping[str, NodeLayouts] = field(default_factory=dict)
+    allowed: Mapping[str, Choose] = field(default_factory=dict)
+    still: Mapping[tuple[str, int], frozenset[str]] = field(default_factory=dict)
+
+    def places(self, name: str, strategies: Sequence[NodeLayouts]) -> tuple[int, ...] | None:
+        """Positions of the strategies that node `name` keeps; None: all. A held one that it does not have is no reason
+        to keep none."""
+        if name in self.allowed:
+            return tuple(self.allowed[name](strategies))
+        if name in self.held:
+            sign = _signature(self.held[name])
+            place = next((i for i, s in enumerate(strategies) if _signature(s) == sign), None)
+            return None if place is None else (place,)
+        return None
+
+
+def stays(held: Layout, read: Layout, axes: Iterable[str]) -> bool:
+    """Whether nothing moves over `axes` between the two layouts of a value, of which neither is pending."""
+    return all(held.dim_of(axis) == read.dim_of(axis) for axis in axes)
+
+
+def _signature(strategy: NodeLayouts) -> Hashable:
+    """What of a strategy does not depend on sizes: the axes of every dim, and what is pending."""
+    return tuple((layout.dims, layout.partial) for layout in (*strategy.operands, *strategy.results))
+
+
+@dataclass(frozen=True)
+class SearchStart:
+    """near: the layouts of a plan of the same graph, which may be good under these prices too; None: none is known.
+    gap: share of the step by which the plan may be above the bound when the search ends by itself; None: as the task
+    says, and where there is none, when nothing is left to try. together: all axes are used together, wherever the ends
+    of the graph allow it: a plan at once (`passes.search.coarse_to_fine`)."""
+
+    near: Assignment | None = None
+    gap: float | None = None
+    together: bool = False
+
+    def ending_at(self, gap: float) -> SearchStart:
+        """Where it does not say at which gap it ends: at this one."""
+        return self if self.gap is not None else replace(self, gap=gap)
+
+    def choice(self, space: SearchSpace) -> tuple[int, ...] | None:
+        """`near` among the strategies of `space`; None where one of it is not listed there."""
+        if self.near is None:
+            return None
+        slots = (slot for slot in space.output_slots if slot is not None)
+        ends = zip(slots, self.near["output"].operands, strict=True)
+        layouts = {space.names[slot]: NodeLayouts((), (layout,)) for slot, layout in ends} | {**self.near}
+        places: list[int] = []
+        for name, strategies in zip(space.names, space.strategies, strict=True):
+            held = layouts.get(name)
+            alike = (i for i, one in enumerate(strategies) if held is not None and same_layouts(one, held))
+            if (place := next(alike, None)) is None:
+                return None
+            places.append(place)
+        return tuple(places)
+
+
+COLD = SearchStart()
+"""Nothing is known."""
+
+
+def same_layouts(one: NodeLayouts, other: NodeLayouts) -> bool:
+    """Whether two strategies have the same layouts, whatever is stored for them."""
+    return (one.operands, one.results, one.splits) == (other.operands, other.results, other.splits)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """inputs:  placeholder position -> the layouts it may have (absent: any split in torch's sizes).
+    outputs: result position -> the layouts it may have, where it is not tied (absent: any split in torch's sizes).
+    tied:    result position -> placeholder position whose layout it shares: a gradient and its
+             parameter, a buffer's new value and the buffer, an output and its tangent.
+    """
+
+    inputs: Mapping[int, tuple[Layout, ...]]
+    outputs: Mapping[int, tuple[Layout, ...]]
+    tied: Mapping[int, int]
+
+
+def boundary_of(
+    joint: JointGraph,
+    parameters: Mapping[str, Layout],
+    inputs: Mapping[int, Layout],
+    outputs: Mapping[int, Layout | None],
+    free: Collection[int] = (),
+) -> Boundary:
+    """The ends of `joint`.
+
+    parameters: pinned parameters by name; the others are free.
+    inputs:     layout of user inputs by tensor position; the others are replicated (global).
+    outputs:    layout of user outputs by tensor position; None leaves it to the search; the others
+                are replicated. A tangent always has its output's layout.
+    free:    tensor outputs of any layout, also without a tangent.
+    Buffers, constants and the seed are replicated.
+    """
+    nodes = joint.placeholders
+    fixed: dict[int, tuple[Layout, ...]] = {}
+    tangents: dict[int, int] = {}
+    for position, (spec, node) in enumerate(zip(joint.inputs, nodes, strict=True)):
+        replicated = Layout.replicated(node_value(node).ndim)
+        if spec.kind == "param":
+            if spec.name in parameters:
+                fixed[position] = (parameters[spec.name],)
+        elif spec.kind == "input":
+            fixed[position] = (inputs.get(spec.index, replicated),)
+        elif spec.kind == "tangent":
+            tangents[spec.index] = position
+            layout = outputs.get(spec.index, replicated)
+            if layout is not None:
+                fixed[position] = (layout,)
+        else:
+            fixed[position] = (replicated,)
+    return _tie_outputs(joint, fixed, tangents, outputs, free)
+
+
+def _tie_outputs(
+    joint: JointGraph,
+    fixed: Mapping[int, tuple[Layout, ...]],
+    tangents: Mapping[int, int],
+    outputs: Mapping[int, Layout | None],
+    free: Collection[int],
+) -> Boundary:
+    tied: dict[int, int] = {}
+    untied: dict[int, tuple[Layout, ...]] = {}
+    for position, (spec, result) in enumerate(zip(joint.outputs, joint.results, strict=True)):
+        if result is None:
+            continue
+        if spec.kind == "output":
+            if spec.index in tangents:
+                tied[position] = tangents[spec.index]
+            elif spec.index not in free:
+                layout = outputs.get(spec.index)
+                untied[position] = (layout or Layout.replicated(node_value(result).ndim),)
+        else:
+            tied[position] = spec.index
+    return Boundary(fixed, untied, tied)
