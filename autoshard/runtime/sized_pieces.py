@@ -234,7 +234,8 @@ class PiecesCodeAt:
 
     def __init__(self, found: Sequence[tuple[SizedPieces, Sequence[Any]]]) -> None:
         (first, numbers), *_ = self._found = found
-        self.backend, self.ends = first.backend, first.ends.at(numbers)
+        self.backend = first.backend if len({code.backend for code, _ in found}) == 1 else "eager"
+        self.ends = first.ends.at(numbers)
         self._staging, self._pieces = first.staging(numbers), first.lowered.pieces
         every = range(len(first.stages))
         early = lambda i: [(code.early[i], numbers) for code, numbers in found] if first.early else []

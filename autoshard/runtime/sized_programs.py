@@ -187,8 +187,9 @@ def sized_program(
     all sizes for which the same holds: whatever making the program asked of sizes comes out alike for them on every
     rank."""
     home, base = call.home, call.cut(plan).joint
-    # All ranks make them together.
+    # All ranks make groups and meshes together.
     groups_for(home.mesh, sorted({axes for stage in plan.stages for axes in axes_in(stage)}))
+    call.ends(plan)
     cut = lambda: SizedPlan.of(joint, values, plan, call.whole.joint, base)
     # Whether it can be: alike on all ranks, as the graph is of the whole model.
     if (sized := collectively(home.mesh, lambda: _if_there_is(cut), what="cutting a batch")) is None:
