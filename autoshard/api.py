@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +23,7 @@ from autoshard.arguments import (
 )
 from autoshard.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
+from autoshard.plan.other_sizes import checked_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
@@ -38,6 +39,8 @@ from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import check_backend
 from passes.ir.process_state import random_state_kept
+
+T = TypeVar("T")
 
 
 @random_state_kept()
@@ -65,6 +68,7 @@ def autoshard(
     tune: str = "background",
     batch: str = "global",
     dynamic: Collection[str] | None = None,
+    sizes: Mapping[str, tuple[int, int]] | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -124,6 +128,8 @@ def autoshard(
     dynamic:        names of sizes that will change, of {"batch", "sequence", "height", "width"}: calls are captured
                     with symbols for them, which takes longer and serves all their values (docs/calls.md). Dims marked
                     by `torch._dynamo.mark_dynamic` are as if named. None: symbols from a size's second value on.
+    sizes:          least and largest by name, {"sequence": (1, 8192)}, of the whole call: the plan fits `memory_limit`
+                    at the largest of each as well, together; the names are those of `dynamic`.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -170,6 +176,7 @@ def autoshard(
             race=checked_race(race, ready is not None),
             batch=batch,
             dynamic=checked_dynamic(dynamic),
+            sizes=checked_sizes(sizes),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")
@@ -205,41 +212,30 @@ def is_tuned(model: nn.Module) -> bool:
     return session.plan is not None and all(tuning.ended for tuning in session.tunings)
 
 
-def _stages(given: str | None, plan: Plan | None, mesh: MeshSpec) -> str | None:
-    """A plan's own, if there is one. ShardingError if another is asked for."""
-    wanted = checked_stages(given, mesh)
-    has = plan.axis or None if plan is not None else None
-    if plan is None or wanted in (has, None):
-        return has if plan is not None else wanted
+def _as_planned(plan: Plan | None, name: str, wanted: T, own: T, default: T, said: str) -> T:
+    """What was asked for; a plan's own, if there is one. ShardingError if another is asked for."""
+    if plan is None or wanted in (own, default):
+        return wanted if plan is None else own
     raise ShardingError(
-        f"stages is {wanted!r}, and plan has {'none' if has is None else f'them along {has!r}'}\n"
-        f"  try: stages={has!r}, or find_plan(..., stages={wanted!r})"
+        f"{name} is {wanted!r}, and plan {said}\n  try: {name}={own!r}, or find_plan(..., {name}={wanted!r})"
     )
+
+
+def _stages(given: str | None, plan: Plan | None, mesh: MeshSpec) -> str | None:
+    own = (plan.axis or None) if plan is not None else None
+    said = "has none" if own is None else f"has them along {own!r}"
+    return _as_planned(plan, "stages", checked_stages(given, mesh), own, None, said)
 
 
 def _schedule(given: str | None, stages: str | None, plan: Plan | None) -> str | None:
-    """A plan's own, if there is one. ShardingError if another is asked for."""
-    has = "" if plan is None else plan.schedule
-    wanted = checked_schedule(given, plan.axis if plan is not None and has else stages)
-    if not has or wanted in (has, None):
-        return wanted
-    raise ShardingError(
-        f"schedule is {wanted!r}, and plan runs {has!r}\n"
-        f"  try: schedule={has!r}, or find_plan(..., schedule={wanted!r})"
-    )
+    own = plan.schedule if plan is not None else ""
+    wanted = checked_schedule(given, plan.axis if plan is not None and own else stages)
+    return _as_planned(plan if own else None, "schedule", wanted, own or None, None, f"runs {own!r}")
 
 
 def _micro_batches(given: int | str, plan: Plan | None) -> int | str:
-    """A plan's own, if there is one. ShardingError if another is asked for."""
-    wanted = checked_micro_batches(given)
-    if plan is None or wanted == plan.micro_batches:
-        return wanted
-    if wanted != 1:
-        raise ShardingError(
-            f"micro_batches is {wanted!r}, and plan is of {plan.micro_batches}\n"
-            f"  try: micro_batches={plan.micro_batches}, or find_plan(..., micro_batches={wanted!r})"
-        )
-    return plan.micro_batches
+    own = 1 if plan is None else plan.micro_batches
+    return _as_planned(plan, "micro_batches", checked_micro_batches(given), own, 1, f"is of {own}")
 
 
 def _uninstall(model: nn.Module, before: Any) -> None:

@@ -7,6 +7,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -276,14 +277,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from autoshard.reporting.report_steps import ReportOptions, run_report
 
     model, example_inputs = load_model(arguments.model)
-    options = ReportOptions(
-        plan=None if arguments.plan is None else plain_plan(arguments.plan, "report"),
-        mesh=arguments.mesh,
-        device=arguments.device,
-        profile=arguments.profile,
-        backend=arguments.backend,
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        write_profile=arguments.write_profile,
-    )
-    return run_report(model, example_inputs, options)
+    if arguments.plan is not None:
+        arguments.plan = plain_plan(arguments.plan, "report")
+    given = {field.name: getattr(arguments, field.name) for field in fields(ReportOptions)}
+    return run_report(model, example_inputs, ReportOptions(**given))

@@ -29,7 +29,7 @@ from autoshard.arguments import (
 from autoshard.global_call import as_call, axes_of_batch, global_call, output_layouts
 from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
-from autoshard.plan.other_sizes import Capture, OtherSizes, fitting_at, largest_sizes
+from autoshard.plan.other_sizes import Capture, OtherSizes, checked_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import CallLayouts, Task
@@ -156,7 +156,7 @@ def find_plan(
     only = checked_schedule(schedule, staged)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
-    largest = {} if sizes is None else largest_sizes(sizes)
+    ranges = checked_sizes(sizes)
     ends_at = checked_share(gap, "gap")
     listener = None if on_better is None else Listener(on_better)
     deadline = Deadline.after(seconds, listener)
@@ -185,14 +185,12 @@ def find_plan(
         recompute=recompute,
         optimizer=updated_by,
         gap=ends_at,
-        sizes=OtherSizes.of(model, spec, given, captured, again, ends),
+        sizes=OtherSizes.of(model, spec, given, captured, again, ends, ranges),
     )
     division = Division(pieces, staged, only)
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task, division)
     plan = division.fastest(task, deadline)
-    if largest and limit is not None:
-        plan = fitting_at(task, plan, largest, lambda there: division.fastest(there, there.within(seconds)))
     if listener is not None:
         listener.returned(plan)
     return plan

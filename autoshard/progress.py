@@ -51,11 +51,20 @@ def stages_of(rank: int, subject: str) -> Stages:
 
 def tell(rank: int, text: str) -> None:
     """One line, of rank 0 alone, and none if $AUTOSHARD_PROGRESS is 0; the log has it always."""
-    if rank != 0:
-        return
-    _log.info("%s", text)
-    if os.environ.get("AUTOSHARD_PROGRESS") != "0":
-        _write(text)
+    if rank == 0:
+        teller()(text)
+
+
+def teller() -> Say:
+    """Tells one line, whatever the environment says by then."""
+    shown = os.environ.get("AUTOSHARD_PROGRESS") != "0"
+
+    def say(text: str) -> None:
+        _log.info("%s", text)
+        if shown:
+            _write(text)
+
+    return say
 
 
 def _write(text: str) -> None:

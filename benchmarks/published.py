@@ -30,6 +30,7 @@ from benchmarks.llama3 import LLAMAS, selective
 from benchmarks.mpt import SIZES
 from benchmarks.published_fsdp import as_fsdp_holds, as_fsdp_moves, as_fsdp_sends, beside, model_of
 from benchmarks.published_rows import ROWS, Row, missing, profile_of, read_rows
+from benchmarks.uncompiled_traffic import uncompiled_traffic
 from cost_model.errors import InfeasibleError
 from cost_model.memory import parse_bytes
 from passes.ir.joint import JointGraph, node_value
@@ -41,7 +42,6 @@ from passes.search.find import find_assignment
 from passes.search.search_terms import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
-from passes.strategies.traffic import uncompiled_traffic
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,17 @@ def _tokens(*shape: int) -> Tensor:
     return torch.randint(0, WORDS, shape)
 
 
-MODELS: Mapping[str, Model] = {
-    "gpt": Model(
-        lambda: GPT(GPTConfig(WORDS, 64, 2, 2, WIDTH)),
+def _gpt(layers: int) -> Model:
+    return Model(
+        lambda: GPT(GPTConfig(WORDS, 64, WIDTH, 2, layers)),
         lambda b, t: (_tokens(b, t), _tokens(b, t)),
         [range(2, 13), range(2, 41)],
-    ),
+    )
+
+
+MODELS: Mapping[str, Model] = {
+    "gpt": _gpt(layers=2),
+    "gpt2": _gpt(layers=12),
     "unet": Model(
         lambda: UNet(8, 2, 4),
         lambda b, h, w: (torch.randn(b, 3, 4 * h, 4 * w), torch.randint(0, 4, (b, 4 * h, 4 * w))),

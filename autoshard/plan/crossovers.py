@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.plan.families import Again, Variant
+from autoshard.plan.families import Again, Ranges, Variant
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import words_apart
 from cost_model.errors import reject
@@ -91,9 +91,7 @@ def _of_level(plan: PlanContent, again: Again, level: int) -> Iterator[Crossover
             yield Crossover(level, link.name, now / inverse, now, end > 1.0, *won)
 
 
-def size_crossovers(
-    plan: PlanContent, again: Again, ranges: Mapping[str, tuple[int, int]]
-) -> tuple[SizeCrossover, ...]:
+def size_crossovers(plan: PlanContent, again: Again, ranges: Ranges) -> tuple[SizeCrossover, ...]:
     """For every name, the nearest size below and above the call's, if another plan wins within the range."""
     return tuple(itertools.chain.from_iterable(_of_size(plan, again, *one) for one in ranges.items()))
 
@@ -133,6 +131,13 @@ def crossover_lines(found: Sequence[Crossover]) -> list[str]:
     """For `explain`."""
     head = f"crossovers, links of one level up to {RANGE:g} times slower or faster, searched again"
     return [head, *(f"  {one}" for one in found)] if found else [head, "  none: this plan stays the fastest"]
+
+
+def size_lines(found: Sequence[SizeCrossover], ranges: Ranges) -> list[str]:
+    """For `explain`."""
+    asked = ", ".join(f"{name} {first} to {last}" for name, (first, last) in ranges.items())
+    lines = [f"  {one}" for one in found] or ["  none: of those known this plan stays the fastest"]
+    return [f"crossovers in sizes, {asked}, one at a time, searched again", *lines]
 
 
 def _rate(bytes_per_second: float) -> str:

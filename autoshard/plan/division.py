@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.plan.micro_batches import cut_call, doubled, fastest_in_pieces, fastest_of, most_pieces
+from autoshard.plan.other_sizes import fits_larger, fitting_larger
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import Candidate, by_prediction, cached_candidates, cached_search, with_first
 from autoshard.plan.plan_stages import check_stages, plan_stages
@@ -66,7 +67,13 @@ class Division:
 
     def fastest(self, task: Task, deadline: Deadline, search: Search = search_plan) -> Plan:
         """The fastest plan of the whole call `task`, divided so. search: of a call without stages that is cut, or
-        whole. Raises InfeasibleError."""
+        whole. It fits at the largest sizes that the task asks for too. Raises InfeasibleError."""
+        found = self._fastest(task, deadline, search)
+        # Nobody hears of plans at other sizes; where a first plan is wanted soon, one is still needed.
+        until = replace(deadline, watch=None).at_least(min(task.time_limit, 20.0))
+        return fitting_larger(task, found, lambda there: self._fastest(there, until, search))
+
+    def _fastest(self, task: Task, deadline: Deadline, search: Search) -> Plan:
         if self.stages != "auto":
             if self.stages is not None and self.micro_batches == 1 and trains(task.joint):
                 _log.warning(
@@ -124,6 +131,7 @@ def racers(best: Plan, task: Task, division: Division, count: int) -> list[Candi
     `task.time_limit` ends first.
     """
     until = Deadline.after(task.time_limit)
+    fits = lambda one: fits_larger(task, one.plan)
     planned = lambda ways: by_prediction([Candidate(*one) for one in _planned(ways, until)])
     if best.axis:
         alike = planned(_other_schedules(best, task, division))
@@ -131,7 +139,7 @@ def racers(best: Plan, task: Task, division: Division, count: int) -> list[Candi
         cut = cut_call(task.captured, best.micro_batches, best.head_pieces)
         alike = cached_candidates(replace(task, captured=cut), count)
     others = planned(_other_kinds(best, task, division))
-    return with_first(best, [*others[:1], *alike, *others[1:]], count)
+    return with_first(best, list(filter(fits, [*others[:1], *alike, *others[1:]])), count)
 
 
 def _other_schedules(best: Plan, task: Task, division: Division) -> dict[str, Way]:

@@ -155,11 +155,21 @@ class Variant:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
+Ranges = Mapping[str, tuple[int, int]]
+"""Of sizes by name, the least and the largest."""
+
+
 class Sizes(Protocol):
     """A planning task's call at other sizes (`autoshard.plan.other_sizes`)."""
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]: ...
+
+    @property
+    def ranges(self) -> Ranges: ...
+
+    @property
+    def largest(self) -> Mapping[str, int]: ...
 
     def task(self, task: Any, sizes: Mapping[str, int]) -> Any: ...
 
@@ -173,6 +183,7 @@ class Again:
     profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
     prices, lowered as those have it. paced: the same, of a step that takes so many times as long as modelled.
     carried: what a plan is at other sizes; None where the call has none, as that of a stage. shapes: of its tensors.
+    ranges: of sizes that the user asked for.
 
     It holds the model's graph, so it stays in its process: pickled it is None, as in a plan's file.
     """
@@ -183,6 +194,7 @@ class Again:
     paced: Callable[[float], Again]
     carried: Callable[[PlanContent, Mapping[str, int]], PlanContent] | None
     shapes: tuple[tuple[int, ...], ...]
+    ranges: Ranges
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Again:
         """Itself: nothing of it changes."""

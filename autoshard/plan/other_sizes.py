@@ -13,12 +13,13 @@ from torch import nn
 from autoshard.global_call import GlobalCall
 from autoshard.plan.crossovers import checked_range
 from autoshard.plan.derived_plans import carried_plan, carried_stages
+from autoshard.plan.families import Ranges
 from autoshard.plan.micro_batches import cut_call, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
+from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.task import Task
 from cost_model.errors import InfeasibleError, PlanError, reject
-from cost_model.memory import format_bytes
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
@@ -37,7 +38,8 @@ Shapes = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class OtherSizes:
     """key: of the global call, whose tensors are not kept; layouts: of those of which ranks hold shards. first: its
-    graph. ends: layouts of the outputs of a call that was captured."""
+    graph. ends: layouts of the outputs of a call that was captured. ranges: at whose ends a plan fits the memory limit
+    too; {}: none is asked."""
 
     model: nn.Module
     mesh: MeshSpec
@@ -46,6 +48,7 @@ class OtherSizes:
     first: Captured
     capture: Capture
     ends: Callable[[Captured], dict[int, Layout | None]]
+    ranges: Ranges
     known: dict[Shapes, Captured] = field(default_factory=dict[Shapes, Captured])
 
     @staticmethod
@@ -56,14 +59,22 @@ class OtherSizes:
         first: Captured,
         capture: Capture,
         ends: Callable[[Captured], dict[int, Layout | None]],
+        ranges: Ranges,
     ) -> OtherSizes:
+        """ShardingError for a size that the call does not have."""
         key = flatten_call(given.args, given.kwargs)[1]
-        return OtherSizes(model, mesh, key, given.layouts, first, capture, ends)
+        found = OtherSizes(model, mesh, key, given.layouts, first, capture, ends, ranges)
+        resized_shapes(found.shapes, found.largest)
+        return found
 
     @property
     def shapes(self) -> Shapes:
         """Of the call's tensors, as they were."""
         return tuple(tensor.shape for tensor in self.key.tensors)
+
+    @property
+    def largest(self) -> dict[str, int]:
+        return {name: last for name, (_, last) in self.ranges.items()}
 
     def task(self, task: Task, sizes: Mapping[str, int]) -> Task:
         """The same of a call of these sizes, in as many pieces, or fewer where there are fewer samples.
@@ -119,26 +130,52 @@ def _cut(task: Task, pieces: int, head_pieces: int) -> Task:
     return replace(task, captured=cut_call(task.captured, pieces, head_pieces))
 
 
-def largest_sizes(sizes: Any) -> dict[str, int]:
-    """Of ranges by name, their ends. ShardingError for anything else."""
+def checked_sizes(sizes: Any) -> Ranges:
+    """None: no sizes. ShardingError for anything else than ranges by name."""
+    if sizes is None:
+        return {}
     if not isinstance(sizes, Mapping):
         raise reject("sizes", sizes, "{'sequence': (1, 8192)}, the least and the largest size, or None")
     check_size_names(sizes, "sizes")
-    return {name: checked_range(name, ends)[1] for name, ends in sizes.items()}
+    return {name: checked_range(name, ends) for name, ends in sizes.items()}
 
 
-def fitting_at(task: Task, plan: Plan, sizes: Mapping[str, int], search: Callable[[Task], Plan]) -> Plan:
-    """`plan` of the task, if it fits the limit at these sizes too; else that of the plan that is found there. Raises
-    InfeasibleError where none fits there. search: of a whole call."""
-    limit, others = task.memory_limit, task.sizes
-    assert limit is not None and others is not None
-    there = others.plan(task, plan, sizes)
-    if there.peak_memory + there.reserve <= limit:
-        return plan
-    said = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    _log.info("plan: the fastest takes %s at %s; searched there", format_bytes(there.peak_memory), said)
+def asks_larger(task: Task) -> bool:
+    """Whether a plan of the task fits the limit only if it does at other sizes too."""
+    return task.memory_limit is not None and task.sizes is not None and bool(task.sizes.largest)
+
+
+def check_larger(task: Task, plan: Plan) -> None:
+    """InfeasibleError unless it fits the limit at the largest sizes too, where the task asks for that."""
+    if asks_larger(task):
+        others = task.sizes
+        assert others is not None
+        check_limit(others.plan(task, plan, others.largest), task.memory_limit, _said(others.largest))
+
+
+def fits_larger(task: Task, plan: Plan) -> bool:
     try:
-        found = search(others.task(task, sizes))
+        check_larger(task, plan)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def fitting_larger(task: Task, plan: Plan, search: Callable[[Task], Plan]) -> Plan:
+    """`plan` of the task, if it fits the limit at the largest sizes too; else that of the plan that is found there.
+    Raises InfeasibleError where none fits there. search: of a whole call."""
+    if fits_larger(task, plan):
+        return plan
+    others = task.sizes
+    assert others is not None
+    said = _said(others.largest)
+    _log.info("plan: the fastest does not fit %s; searched there", said)
+    try:
+        found = search(others.task(task, others.largest))
     except InfeasibleError as error:
-        raise InfeasibleError(f"at {said}: {error}") from None
-    return replace(others.plan(task, found, {}), memory_limit=limit)
+        raise InfeasibleError(f"{said}: {error}") from None
+    return replace(others.plan(task, found, {}), memory_limit=task.memory_limit)
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return "at " + ", ".join(f"{name} {size}" for name, size in sizes.items())

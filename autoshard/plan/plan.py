@@ -100,13 +100,16 @@ class Plan(PlanQuestions):
         """Where the time and the bytes go, when stages run; with `node`, of one op, parameter or module with all that
         it holds.
 
-        Equal layers are explained once, "x 32". crossovers: also at which bandwidths another plan would win, which
-        searches again (`crossovers()`). PlanError, with the nearest names, for a name that the plan lacks."""
+        Equal layers are explained once, "x 32". crossovers: also at which bandwidths another plan would win, and from
+        which of the `sizes` on that were asked for, which searches again (`crossovers()`, `size_crossovers(...)`).
+        PlanError, with the nearest names, for a name that the plan lacks."""
         if node is not None and not isinstance(node, str):
             raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
         if not isinstance(crossovers, bool):
             raise PlanError(str(reject("crossovers", crossovers, "True or False")))
-        further = ["", *crossover_lines(self.crossovers()), ""] if crossovers else []
+        further: list[str] = []
+        if crossovers:
+            further = ["", *crossover_lines(self.crossovers()), *self._asked_sizes(), ""]
         text = explain_plan(self) if node is None else explain_named(self, node)
         return text + "\n".join(further)
 

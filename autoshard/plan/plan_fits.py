@@ -43,13 +43,14 @@ def check_mesh(plan: Plan, spec: MeshSpec) -> None:
         )
 
 
-def check_limit(plan: Plan, memory_limit: int | None) -> None:
-    """InfeasibleError unless the plan holds so many bytes per device at most."""
+def check_limit(plan: Plan, memory_limit: int | None, at: str = "") -> None:
+    """InfeasibleError unless the plan holds so many bytes per device at most. at: of which sizes of its call."""
     needed = plan.peak_memory + plan.reserve
     if memory_limit is not None and needed > memory_limit:
+        where, more = (f" {at}", ", sizes=...") if at else ("", "")
         raise InfeasibleError(
-            f"plan needs {enough_bytes(needed)} per device, and memory_limit is {format_bytes(memory_limit)}\n"
-            f"  try: memory_limit={enough_bytes(needed)}, or a plan of find_plan(..., memory_limit=...)"
+            f"plan needs {enough_bytes(needed)} per device{where}, and memory_limit is {format_bytes(memory_limit)}\n"
+            f"  try: memory_limit={enough_bytes(needed)}, or a plan of find_plan(..., memory_limit=...{more})"
         )
 
 

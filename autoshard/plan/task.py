@@ -126,7 +126,7 @@ class Task:
         step_seconds = lambda plan, variant: self.varied(variant).step_seconds(plan)
         paced = lambda pace: replace(self, pace=pace).again()
         search = lambda variant: search_plan(replace(self.varied(variant), watch=None))
-        sizes = (None, ()) if self.sizes is None else (partial(self.sizes.plan, self), self.sizes.shapes)
+        sizes = (None, (), {}) if (s := self.sizes) is None else (partial(s.plan, self), s.shapes, s.ranges)
         return Again(self.profile, search, step_seconds, paced, *sizes)
 
     def varied(self, variant: Variant) -> Task:

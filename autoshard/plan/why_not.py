@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 from torch import fx
 
-from autoshard.plan.crossovers import Crossover, SizeCrossover, link_crossovers, size_crossovers
+from autoshard.plan.crossovers import Crossover, SizeCrossover, link_crossovers, size_crossovers, size_lines
 from autoshard.plan.explain import plan_difference
 from autoshard.plan.families import (
     FAMILIES,
@@ -63,6 +63,10 @@ class PlanQuestions(PlanContent):
         fastest of those known. Searches again, at most 4 times a direction, plans in as many pieces; raises as `at`."""
         self._carried("size_crossovers(...)")
         return size_crossovers(self, self._again("size_crossovers(...)", "size_crossovers(...)"), ranges)
+
+    def _asked_sizes(self) -> list[str]:
+        ranges = {} if self.again is None else self.again.ranges
+        return size_lines(self.size_crossovers(**ranges), ranges) if ranges else []
 
     def crossovers(self) -> tuple[Crossover, ...]:
         """At which bandwidth of each link level another plan would win, and which: the nearest below and above.

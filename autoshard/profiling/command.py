@@ -281,13 +281,9 @@ def _profile(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.read is not None:
         return read_outputs(arguments.read, arguments.base, arguments.rank_stride, arguments.out)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = ProfileOptions(
-        mesh=arguments.mesh,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        budget=arguments.budget,
-        out=arguments.out,
-        plot=arguments.plot,
-        argv=("autoshard", *sys.argv[1:]),
+        arguments.mesh, device, arguments.budget, arguments.out, arguments.plot, ("autoshard", *sys.argv[1:])
     )
     if arguments.check is not None:
         return check_profile(Profile.load(arguments.check), options)

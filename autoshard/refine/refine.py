@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.micro_batches import fitting
+from autoshard.plan.other_sizes import asks_larger
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
 from autoshard.plan.task import Task
@@ -156,7 +157,7 @@ def refining(
         rounds = Rounds(replace(task, captured=captured, time_limit=until.left), store, **budget)
         return rounds, rounds.wanted()
 
-    if division.leaves_whole(task.memory_limit):
+    if division.leaves_whole(task.memory_limit) and not asks_larger(task):
         rounds, cases = fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
     else:
         rounds = DividedRounds(task, division, store, **budget)

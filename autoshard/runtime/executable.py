@@ -92,6 +92,10 @@ class Programs(Protocol):
         """For one more call. A step that has begun with another program ends with that one."""
         ...
 
+    def end(self) -> None:
+        """There are no more calls."""
+        ...
+
 
 class MadeAhead:
     """running: at first. made: compiles by a backend, on all ranks together, for a later kind of call; None: it is."""
@@ -110,6 +114,9 @@ class MadeAhead:
         if self._made is not None and self._calls > 2:
             self.running, self._made = replace(self.running, program=self._made()), None
         return self.running
+
+    def end(self) -> None:
+        """Nothing goes on."""
 
 
 class Home(Protocol):
@@ -155,6 +162,9 @@ class Executable:
     def moves(self) -> bool:
         """Whether it takes part where parameters go to other layouts."""
         return not isinstance(self._programs, MadeAhead)
+
+    def end(self) -> None:
+        self._programs.end()
 
     def _take(self, running: Running) -> None:
         joint, ends = running.captured.joint, running.ends

@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -25,8 +24,6 @@ from passes.ir.torch_compat import inside_function_transform
 
 _log = logging.getLogger("autoshard")
 
-Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""(args, kwargs) of a call of the module -> what the call returns."""
 Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
 
@@ -42,9 +39,13 @@ class Built(Protocol):
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
+    def end(self) -> None:
+        """It is called no more."""
+        ...
 
-MOST_REMADE = 128
-"""Executables that are kept of those that are made again at once."""
+
+MOST_KEPT = 128
+"""Executables of one model."""
 
 Build = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Built]
 
@@ -57,8 +58,9 @@ class Dispatcher:
            it raises reaches the caller, and nothing is remembered.
 
     An executable is used as long as its guards hold; after that another is built, and the first is kept for the
-    case that what has changed changes back. Of those that are made again at once only the last are kept: where sizes
-    change at every step there would be thousands. The same on all ranks, since all make the same ones.
+    case that what has changed changes back. Only so many are kept: where sizes change at every step there would be
+    thousands. One more takes the place of the one not called for longest, of those that are made again at once if there
+    are any. The same on all ranks, since all call the same ones.
     """
 
     def __init__(self, model: nn.Module, key: Key, build: Build) -> None:
@@ -67,7 +69,8 @@ class Dispatcher:
         self.__signature__ = inspect.signature(model.forward)
         self._uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
         self.executables: dict[Hashable, list[Built]] = {}
-        self._remade: deque[tuple[Hashable, Built]] = deque()
+        self._used: dict[Built, Hashable] = {}
+        """The kind of call of each, the one called last at the end."""
         self.model = model
         self._mode = Mode(model)
         self._key = key
@@ -89,6 +92,7 @@ class Dispatcher:
         for place, built in enumerate(known):
             if built.guards.hold() and all(map(torch.equal, answers, built.answers)):
                 known.insert(0, known.pop(place))  # where answers differ, those of the last call
+                self._used[built] = self._used.pop(built)
                 return built
         if known:
             _tell(known, otherwise)
@@ -99,21 +103,25 @@ class Dispatcher:
 
     def _keep(self, key: Hashable, built: Built) -> None:
         self.executables.setdefault(key, []).insert(0, built)
-        if built.is_remade:
-            self._remade.append((key, built))
-        if len(self._remade) > MOST_REMADE:
-            key, built = self._remade.popleft()
-            known = self.executables.get(key, [])
-            known[:] = [one for one in known if one is not built]
+        if len(self._used) >= MOST_KEPT:
+            left = next((one for one in self._used if one.is_remade), next(iter(self._used)))
+            self.keep_only(lambda one: one is not left)
+        self._used[built] = key
+
+    def keep_only(self, is_kept: Callable[[Built], bool]) -> None:
+        for built in [one for one in self._used if not is_kept(one)]:
+            known = self.executables[key := self._used.pop(built)]
+            known.remove(built)
             if not known:
-                self.executables.pop(key, None)
+                del self.executables[key]
+            built.end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """A copied module is parallel too; what runs it was made for this one's tensors."""
         twin = object.__new__(Dispatcher)
         memo[id(self)] = twin
         for name, value in vars(self).items():
-            own = {"executables": {}, "_remade": deque()}
+            own = {"executables": {}, "_used": {}}
             setattr(twin, name, own[name] if name in own else copy.deepcopy(value, memo))
         return twin
 

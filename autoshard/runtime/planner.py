@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.answer import Listener
 from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
-from autoshard.plan.families import Sizes
+from autoshard.plan.families import Ranges, Sizes
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
+from autoshard.plan.other_sizes import check_larger
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import (
     BEST,
@@ -46,7 +47,7 @@ from passes.micro_batches.cut_batch import Uncut
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's arguments of `autoshard`; see its docstring. profile: None until it is measured."""
+    """The user's arguments of `autoshard`; see its docstring. profile: None: not measured yet."""
 
     profile: Profile | None
     memory_limit: int | None
@@ -67,6 +68,7 @@ class Settings:
     batch: str = "global"
     tune: str = "first"
     dynamic: tuple[str, ...] = ()
+    sizes: Ranges = field(default_factory=dict)
 
     @property
     def starts_at_once(self) -> bool:
@@ -209,14 +211,15 @@ class Planner:
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
         s = self.settings
+        task = self.task(captured, layouts, s.pins)
         if s.plan is not None:
             check_mesh(s.plan, self.spec)
             graph = planned_graph(captured, s.plan)
             s.plan.check_graph(graph)
             check_again(s.plan, s.recompute, graph)
             check_outputs(s.plan, layouts.outputs)
+            check_larger(task, s.plan)
             return s.plan
-        task = self.task(captured, layouts, s.pins)
         return self.division.fastest(task, task.within(s.time_limit), cached_search)
 
     @property
@@ -235,4 +238,5 @@ class Planner:
 
 def tuned_path(task: Task) -> Path:
     """The file of the plan that tuning ended with."""
-    return plan_path(task, "tuned")
+    largest = {} if task.sizes is None else task.sizes.largest
+    return plan_path(task, "tuned", *largest.items())

@@ -27,6 +27,7 @@ from autoshard.planning import canonical_capture, capture_as_now
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
+from autoshard.runtime.far_sizes import FarSizes
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -81,6 +82,7 @@ class Session:
         self._copies: Copies[Session] = Copies()
         self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
+        self._far = FarSizes(self)
         self._sized = SizedCalls()
         self._asked: list[list[tuple[int, ...]]] | None = None
         """Shapes of all ranks' inputs, where they are asked for at every call, of the last."""
@@ -148,7 +150,8 @@ class Session:
             if ready is not None:
                 return self._ready_for(whole(), ready, key)
         capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
-        sizes = OtherSizes.of(self.model, self.spec, whole(), captured, capture_there, self._ends)
+        given = self.model, self.spec, whole(), captured, capture_there, self._ends
+        sizes = OtherSizes.of(*given, self.settings.sizes if is_first else {})
         programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
         plan, captured = programs.running.plan, programs.running.captured
         guards = Guards(self.model, captured.reads)  # of the parameters as they were placed
@@ -163,6 +166,7 @@ class Session:
 
     def _executable(self, whole: GlobalCall, programs: Programs, key: CallKey, guards: Guards) -> Executable:
         plan, captured = programs.running.plan, programs.running.captured
+        self._far.seen(whole.shapes)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         # With stages a buffer follows on the ranks whose stage changes it.
         staged = isinstance(plan, PipelinePlan)
@@ -241,8 +245,8 @@ class Session:
             tuning.stale = tuning.running.plan is not plan
         self._sized.forget_programs()  # which are for the layouts before
         dispatcher = dispatcher_of(self.model)
-        for known in () if dispatcher is None else dispatcher.executables.values():
-            known[:] = [one for one in known if isinstance(one, Executable) and one.moves]
+        if dispatcher is not None:
+            dispatcher.keep_only(lambda one: isinstance(one, Executable) and one.moves)
 
     @property
     def _planner(self) -> Planner:

@@ -126,7 +126,7 @@ class SizedPhases(SizedCode):
         self.program, self.phases = program, program.phases
         self.symbols, self.backend = symbols, backend
         numbers, whole = Numbers(symbols), self.phases.backward
-        compiled = lambda graph: Taking(compile_as(graph, symbols.sizes, backend), numbers)
+        compiled = lambda graph: Taking(compile_as(graph, symbols, backend), numbers)
         self.forward = compiled(self.phases.forward)
         self.values = Values(placeholder_values(self.phases.forward), numbers)
         self.tangents = Values(tangent_values(self.phases), numbers)

@@ -46,7 +46,7 @@ class _Compiler:
         values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         results: Any = module.graph.output_node().args[0]
         values += [results[place].meta["val"] for place in adding]
-        made = compile_as(module, symbols.sizes, backend, adding)
+        made = compile_as(module, symbols, backend, adding)
         self._known[id(module), tuple(adding)] = module, Taking(made, numbers), Values(values, numbers)
         return _not_run, ()
 

@@ -109,7 +109,6 @@ class StartingHome(TunedHome, Protocol):
     """plan: of the first kind of call; None: this is the first."""
 
     plan: Plan | None
-    tunings: list[Tuning]
 
     def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None

@@ -35,6 +35,8 @@ TRIAL_CALLS, SLOWER = 8, 1.1
 
 
 class TunedHome(Home, Protocol):
+    tunings: list[Tuning]
+
     def exchanged(self, plan: Plan) -> None:
         """Parameters are laid out as `plan` has them from now on."""
         ...
@@ -110,6 +112,13 @@ class Tuning:
         elif self._calls >= self._due and not self.ended:
             self._turn()
         return self.running
+
+    def end(self) -> None:
+        """There are no more calls: what goes on beside the steps ends."""
+        for work in (self._search, self._compiling):
+            if work is not None:
+                work.end()
+        self._home.tunings.remove(self)
 
     def _make(self) -> None:
         """A part of the target's program on this rank, once it is compiled: no step waits for all of it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.fuse_eager import VIEWS
@@ -37,11 +38,12 @@ def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         return module
     nodes = list(module.graph.nodes)
     moved = iter(fakes_on(device, [value for node in nodes for value in _values(node)]))
+    there = lambda item: device if isinstance(item, torch.device) else item
     for node in nodes:
         if "val" in node.meta:
             node.meta["val"] = _replaced(node.meta["val"], moved)
         if node.op == "call_function":
-            node.args, node.kwargs = _on(device, node.args), _on(device, node.kwargs)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), there)
     module.recompile()
     return module
 
@@ -56,17 +58,6 @@ def _replaced(value: Any, moved: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(next(moved) if isinstance(item, torch.Tensor) else item for item in value)
     return next(moved) if isinstance(value, torch.Tensor) else value
-
-
-def _on(device: torch.device, argument: Any) -> Any:
-    """An argument, or a container of arguments, with every device replaced."""
-    if isinstance(argument, torch.device):
-        return device
-    if isinstance(argument, (tuple, list)):
-        return type(argument)(_on(device, item) for item in argument)
-    if isinstance(argument, dict):
-        return {name: _on(device, item) for name, item in argument.items()}
-    return argument
 
 
 aten = torch.ops.aten

@@ -30,6 +30,7 @@ from passes.ir.torch_compat import (
     torch_deprecations_ignored,
 )
 from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order, lower_as_collectives
+from passes.ir.torch_sizes import SizeSymbols
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 aten = torch.ops.aten
@@ -137,7 +138,6 @@ def check_backend(backend: str) -> None:
         raise ShardingError(f"backend is {backend!r}, which is no compiler\n  try: one of {choices}")
 
 
-@autocast_off()
 def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Sequence[int] = ()) -> Compiled:
     """A callable that computes what `module` does, for inputs like its placeholders' "val".
 
@@ -150,14 +150,29 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     Every collective with meta "serves" is, under a profiler, inside a range of that name.
     Raises ShardingError for an unknown backend, UnsupportedOpError if Inductor reorders collectives.
     """
+    return compile_sized(module, None, backend, adding)[0]
+
+
+@autocast_off()
+def compile_sized(
+    module: fx.GraphModule, symbols: SizeSymbols | None, backend: str = "eager", adding: Sequence[int] = ()
+) -> tuple[Compiled, list[Any]]:
+    """`compile_graph` of a graph whose sizes are in symbols: what it makes takes, after the inputs, the values of these
+    numbers. A compiler may ask things of sizes, which must hold."""
     check_backend(backend)
-    if backend == "eager":
-        return boxed_forward(_for_eager(module, adding))
-    assert not adding, "what compilers are given is functional"
+    is_eager = backend == "eager"
+    assert is_eager or not adding, "what compilers are given is functional"
     name = code_name(module) if backend == "inductor" else None
-    if name is not None and (kept := kept_code(name)) is not None:
+    if name is not None and (kept := kept_code(name, symbols)) is not None:
         return kept
-    return _compiled(name_collectives(expand_ops(module)), module, backend, name)
+    made = _for_eager(module, adding) if is_eager else name_collectives(expand_ops(module))
+    numbers: list[Any] = []
+    if symbols is not None:
+        numbers = take_numbers(made.graph, () if is_eager else symbols.sizes)
+        made.recompile()
+    return boxed_forward(made) if is_eager else _compiled(
+        made, module, backend, name, symbols, numbers
+    ), numbers
 
 
 def _compiled(
@@ -165,6 +180,7 @@ def _compiled(
     module: fx.GraphModule,
     backend: str,
     name: str | None = None,
+    symbols: SizeSymbols | None = None,
     numbers: Sequence[Any] = (),
 ) -> Compiled:
     """name: by which the code is kept. numbers: in symbols, that it takes after the inputs of `module`."""
@@ -176,9 +192,10 @@ def _compiled(
             launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order():
                 last = partial(keep_strides, wanted=wanted)
-                call, source, key = compile_with_inductor(expanded, examples, last)
+                hints = "" if symbols is None else str(symbols.hints)
+                call, source, key = compile_with_inductor(expanded, examples, last, hints)
             _check_order(launches, source)
-            keep_code(name, key)
+            keep_code(name, key, symbols, numbers)
             return call
         compiler = lookup_compiler(backend)
         assert compiler is not None
@@ -191,19 +208,6 @@ def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphMo
     joined = run_rank_passes(expanded, [FuseEager(), JoinLinears(), WriteIntoBuckets()])
     # Last: passes take functional graphs.
     return call_directly(add_early(joined, adding) if adding else joined)
-
-
-@autocast_off()
-def compile_sized(
-    module: fx.GraphModule, sizes: Sequence[Any], backend: str = "eager", adding: Sequence[int] = ()
-) -> tuple[Compiled, list[Any]]:
-    """`compile_graph` of a graph whose sizes are symbols, made of `sizes`: what it makes takes, after the inputs, the
-    values of these numbers. A compiler may ask things of sizes, which must hold."""
-    is_eager = backend == "eager"
-    made = _for_eager(module, adding) if is_eager else name_collectives(expand_ops(module))
-    numbers = take_numbers(made.graph, () if is_eager else sizes)
-    made.recompile()
-    return boxed_forward(made) if is_eager else _compiled(made, module, backend, numbers=numbers), numbers
 
 
 def name_collectives(module: fx.GraphModule) -> fx.GraphModule:

@@ -194,9 +194,6 @@ NO_USES = of_ops(
     "there is no `use` yet", lambda node: "a use" if str(node.target) == "autoshard.use.default" else None
 )
 
-CAPTURED = (NO_USES,)
-"""What holds of a captured graph."""
-
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -80,6 +80,14 @@ def resized_shapes(
     return tuple(map(tuple, found))
 
 
+def named_sizes(shapes: Shapes, others: Shapes) -> dict[str, int]:
+    """By name, the sizes of `others`; {} where not only these are other than in `shapes`, of the same tensors."""
+    if [len(shape) for shape in shapes] != [len(other) for other in others]:
+        return {}
+    sizes = {name: others[tensor][dim] for name, ((tensor, dim), *_) in named_dims(shapes).items()}
+    return sizes if resized_shapes(list(map(tuple, shapes)), sizes) == tuple(map(tuple, others)) else {}
+
+
 def size_named(shapes: Sequence[tuple[int, ...]], name: str) -> int:
     """What a call's size of that name is. ShardingError as of `resized_shapes`."""
     resized_shapes(shapes, {name: 0})

@@ -17,7 +17,7 @@ from cost_model.cache_files import remember, remembered
 
 
 def compile_with_inductor(
-    module: Any, examples: Sequence[torch.Tensor], last: Callable[[Any], None]
+    module: Any, examples: Sequence[torch.Tensor], last: Callable[[Any], None], tag: str = ""
 ) -> tuple[Callable[[list[Any]], Any], str, str | None]:
     """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes, the text of that
     code ("" if it has none), and its key in Inductor's cache (None: it is not there).
@@ -30,8 +30,8 @@ def compile_with_inductor(
 
     last: changes in place the graph that Inductor lowers, which has as many results as `module`.
 
-    What was compiled before is read from Inductor's cache, whose keys know of its own lowerings alone, hence the tag
-    (`torch.compiler.config` since 2.7).
+    What was compiled before is read from Inductor's cache, whose keys know of its own lowerings alone, hence a tag
+    (`torch.compiler.config` since 2.7). tag: more of what decides the code, as what sizes in symbols count as.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -51,7 +51,7 @@ def compile_with_inductor(
 
     # An op of `torch.library.triton_op` runs as it is: it may have another kernel for this device.
     caches: Any = torch.compiler.config
-    tagged = caches.patch(cache_key_tag=inspect.getsource(lower_as_collectives))
+    tagged = caches.patch(cache_key_tag=inspect.getsource(lower_as_collectives) + tag)
     with tagged, config.patch(enable_autograd_cache=False, decompose_custom_triton_ops=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:
@@ -78,7 +78,8 @@ def warm_inductor() -> None:
 
 
 def load_inductor_code(key: str) -> Callable[[list[Any]], Any] | None:
-    """What `compile_with_inductor` made, from Inductor's cache by its key; None where it is not there any more.
+    """What `compile_with_inductor` made, from Inductor's cache by its key; None where it is not there any more. What it
+    takes for granted of sizes, whoever asks knows: each key has one entry.
 
     As AOT autograd loads what it compiled before (`FxGraphCacheLoadable`, since torch 2.8).
     """
@@ -95,7 +96,8 @@ def load_inductor_code(key: str) -> Callable[[list[Any]], Any] | None:
     # What is there needs no header, which would be looked through for changes.
     headers = patch.object(codecache, "_get_cpp_prefix_header", lambda device: None, create=True)
     with headers, tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
-        found, _ = codecache.FxGraphCache.load_with_key(key, [], [], True, None, False, constants)
+        held = lambda *guards: True
+        found, _ = codecache.FxGraphCache.load_with_key(key, [], [], True, None, False, constants, held)
         if found is not None:
             found.post_compile([], constants, options)
     return found

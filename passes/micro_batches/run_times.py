@@ -34,10 +34,10 @@ from passes.ir.op_work import global_flops
 from passes.layout.layout import Layout, NodeLayouts
 from passes.micro_batches.time_axis import TIME, given_layouts, time_mesh
 from passes.rules.core.rule import OpRule
-from passes.search.class_key import class_key
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import solve
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
+from passes.strategies.kernel_keys import class_key
 from passes.strategies.strategies import enumerate_strategies
 
 RunTime = Literal["before", "piece", "after"]

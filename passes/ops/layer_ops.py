@@ -172,15 +172,19 @@ def contract_reference(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch
 
     def flat(x: torch.Tensor, term: Sequence[Word], groups: Sequence[Sequence[Word]]) -> torch.Tensor:
         order = [word for group in groups for word in group]
-        shape = [math.prod(sizes[w] for w in group) for group in groups]
-        return x.permute([term.index(w) for w in order]).reshape(shape)
+        turned = x.permute([term.index(w) for w in order])
+        if len(order) == len(groups) and all(groups):
+            return turned
+        return turned.reshape([math.prod(sizes[w] for w in group) for group in groups])
 
     if batch:
         product = torch.bmm(flat(a, a_term, (batch, rows, summed)), flat(b, b_term, (batch, summed, columns)))
     else:
         product = torch.mm(flat(a, a_term, (rows, summed)), flat(b, b_term, (summed, columns)))
     order = [*batch, *rows, *columns]
-    return product.reshape([sizes[w] for w in order]).permute([order.index(w) for w in result])
+    if len(order) != product.ndim or not (rows and columns):
+        product = product.reshape([sizes[w] for w in order])
+    return product.permute([order.index(w) for w in result])
 
 
 def _drop_lonely(x: torch.Tensor, terms: Terms, which: int) -> tuple[torch.Tensor, tuple[Word, ...]]:

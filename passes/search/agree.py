@@ -9,7 +9,7 @@ another:
     corrected   the overlap of each phase is corrected until the objective of the best plan is its timeline, and the
                 search runs again, until it finds no faster one
     stored      all weights stored alike
-    turned      more places turned over (`place_turns`), transfers elsewhere (`past_transfers`)
+    turned      more places turned over (`turns`), transfers elsewhere (`past_transfers`)
 
 They end once the best is within `gap` of the least that is counted under its overlap, by an objective that says what it
 takes: extremes are looked at in any case, since it may be wrong about others. What is printed as the bound has no
@@ -28,8 +28,7 @@ from cost_model.deadline import Deadline
 from passes.layout.layout import Assignment
 from passes.search.bucket_starts import BucketStarts, StartsUnder
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
-from passes.search.near_choices import past_transfers, turns
-from passes.search.rival_choices import RivalChoices
+from passes.search.rival_choices import RivalChoices, past_transfers, turns
 from passes.search.search_space import ALIKE, SearchSpace
 from passes.search.search_terms import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap

@@ -17,9 +17,8 @@ import torch
 from cost_model.collectives import MERGED, copies_seconds
 from passes.ir.joint import JointGraph, node_value
 from passes.redistribution.redistribute import Redistributor
-from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import solve_overlapped
-from passes.search.search_space import Edge, SearchSpace, distinct
+from passes.search.search_space import CostKinds, Edge, SearchSpace, distinct
 from passes.search.step_kinds import PhaseOverlap, ended_phase, ended_seconds
 from passes.solver.problem import Array, Infeasible, Problem, Solution
 from passes.solver.solve import ROUNDING

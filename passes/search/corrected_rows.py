@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from passes.search.cost_kinds import CostKinds
+from passes.search.search_space import CostKinds
 from passes.search.step_kinds import EXPOSED
 from passes.solver.problem import Array, Problem
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from passes.search.cost_kinds import CostKinds, recombined
 from passes.search.planes import Plane, Point, charged, highest_point
+from passes.search.search_space import CostKinds, recombined
 from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
 from passes.solver.problem import Problem, Solution, Tables

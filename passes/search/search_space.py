@@ -1,16 +1,24 @@
-"""What is searched: a problem of arrays, and what its nodes and edges mean on the graph."""
+"""What is searched: a problem of arrays, and what its nodes and edges mean on the graph.
+
+What each cost of it is, the seconds of a step by kind, and mixes of two choices: where they differ in separate places,
+each place may take either.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from passes.layout.layout import Layout, NodeLayouts
-from passes.search.cost_kinds import CostKinds
 from passes.search.step_kinds import EXPOSED, KINDS, PhaseOverlap, StepKinds, phase_paths
 from passes.solver.problem import Array, Problem
+from passes.solver.solve import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -97,3 +105,144 @@ def distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
     position: dict[Layout, int] = {}
     where = [position.setdefault(layout, len(position)) for layout in layouts]
     return list(position), where
+
+
+def overlapped_seconds(totals: Array, paths: Sequence[Array]) -> float:
+    """Of a step with these seconds by kind: all of them, less what hides in each phase.
+
+    paths: per phase float64[paths, kinds], see `passes.search.step_kinds.phase_paths`.
+    """
+    return float(totals.sum()) + sum(float((rows @ totals).max()) for rows in paths)
+
+
+@dataclass(frozen=True)
+class CostKinds:
+    """nodes, edges: the kind of each cost of a problem: one of `count`, a column of `paths`. paths: per phase, see
+    `overlapped_seconds`."""
+
+    nodes: tuple[int, ...]
+    edges: tuple[int, ...]
+    count: int
+    paths: tuple[Array, ...]
+
+    def totals(self, problem: Problem, choice: Sequence[int]) -> Array:
+        """float64[kinds]: the seconds of `choice` per kind."""
+        totals = np.zeros(self.count)
+        for kind, costs, a in zip(self.nodes, problem.node_costs, choice, strict=True):
+            totals[kind] += costs[a]
+        for kind, (i, j), costs in zip(self.edges, problem.edges, problem.edge_costs, strict=True):
+            totals[kind] += costs[choice[i], choice[j]]
+        return totals
+
+    def seconds(self, problem: Problem, choice: Sequence[int]) -> float:
+        return overlapped_seconds(self.totals(problem, choice), self.paths)
+
+    def hides(self) -> bool:
+        """Whether some cost of the problem can hide another."""
+        used = {*self.nodes, *self.edges}
+        return any(any(rows[:, kind].any() for kind in used) for rows in self.paths)
+
+    def weighted(self, problem: Problem, weights: Sequence[float]) -> Problem:
+        """`problem` with every cost times the weight of its kind; one array per (array, weight)."""
+        scaled: dict[tuple[int, float], Array] = {}
+
+        def times(costs: Array, weight: float) -> Array:
+            if weight == 1.0:
+                return costs
+            key = id(costs), weight
+            if key not in scaled:
+                # What is impossible stays so at weight 0.
+                scaled[key] = np.where(np.isfinite(costs), costs * weight if weight else 0.0, costs)
+            return scaled[key]
+
+        return replace(
+            problem,
+            node_costs=tuple(
+                times(c, weights[k]) for k, c in zip(self.nodes, problem.node_costs, strict=True)
+            ),
+            edge_costs=tuple(
+                times(c, weights[k]) for k, c in zip(self.edges, problem.edge_costs, strict=True)
+            ),
+        )
+
+
+def recombined(
+    problem: Problem, kinds: CostKinds, first: Sequence[int], second: Sequence[int]
+) -> tuple[int, ...]:
+    """A mix of two choices with no more seconds than the better of them (within the memory limit if both are); of those
+    that are equally fast the one with the least peak.
+
+    Nodes at which they differ fall into connected components of the problem's graph; the costs of components
+    add up, so each is one item that changes the totals by kind. Items are turned over one at a time, the
+    best first, while the step's seconds fall: locally optimal, not more.
+    """
+    differing = np.asarray(first) != np.asarray(second)
+    if not differing.any():
+        return tuple(first)
+    labels, count = components(problem, differing)
+    changes = changes_by_kind(problem, kinds, labels, count, first, second)
+    base = kinds.totals(problem, first)
+    found = [tuple(first), tuple(second)]
+    for taken in (np.zeros(count, dtype=bool), np.ones(count, dtype=bool)):
+        _improve(base, changes, taken, kinds)
+        mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
+        if problem.fits(mixed):
+            found.append(tuple(mixed))
+    seconds = [kinds.seconds(problem, choice) for choice in found]
+    equal = (1.0 + ROUNDING) * min(seconds)
+    fastest = [choice for choice, taken in zip(found, seconds, strict=True) if taken <= equal]
+    return min(fastest, key=lambda choice: problem.peak(choice)[0])
+
+
+def components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:
+    """Per node its component among those that differ, joined by edges, -1 for all others; and how many there are."""
+    ends = np.array(problem.edges, dtype=np.int64).reshape(-1, 2)
+    ends = ends[differing[ends[:, 0]] & differing[ends[:, 1]]]
+    size = len(problem.node_costs)
+    graph = coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(size, size))
+    _, raw = connected_components(graph, directed=False)
+    used, labels = np.unique(raw[differing], return_inverse=True)
+    found = np.full(size, -1)
+    found[differing] = labels
+    return [int(label) for label in found], len(used)
+
+
+def changes_by_kind(
+    problem: Problem,
+    kinds: CostKinds,
+    labels: Sequence[int],
+    count: int,
+    first: Sequence[int],
+    second: Sequence[int],
+) -> Array:
+    """float64[count, kinds]: what turning a component over from `first` to `second` adds per kind.
+
+    An edge never joins two components: its ends agree in both choices but for one component's.
+    """
+    changes = np.zeros((count, kinds.count))
+    for node, label in enumerate(labels):
+        if label >= 0:
+            costs = problem.node_costs[node]
+            changes[label, kinds.nodes[node]] += costs[second[node]] - costs[first[node]]
+    for kind, (i, j), costs in zip(kinds.edges, problem.edges, problem.edge_costs, strict=True):
+        label = max(labels[i], labels[j])
+        if label >= 0:
+            changes[label, kind] += costs[second[i], second[j]] - costs[first[i], first[j]]
+    return changes
+
+
+def _improve(base: Array, changes: Array, taken: np.ndarray, kinds: CostKinds) -> None:
+    """Turn over, in place, the item of `taken` that helps most, until none does."""
+    totals = base + changes[taken].sum(axis=0)
+    best = overlapped_seconds(totals, kinds.paths)
+    for _ in range(4 * len(changes)):
+        signs = np.where(taken, -1.0, 1.0)
+        seconds = [
+            overlapped_seconds(totals + s * c, kinds.paths) for s, c in zip(signs, changes, strict=True)
+        ]
+        item = int(np.argmin(seconds))
+        if not seconds[item] < best:
+            return
+        totals = totals + signs[item] * changes[item]
+        best = seconds[item]
+        taken[item] = not taken[item]

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from passes.search.cost_kinds import CostKinds
 from passes.search.judged_choice import Choice
 from passes.search.overlapped import CuttingPlanes
+from passes.search.search_space import CostKinds
 from passes.solver.alike import Ties
 from passes.solver.explain_infeasible import several_rows
 from passes.solver.graph import Graph

@@ -17,7 +17,6 @@ from passes.ir.op_traits import read_repeats
 from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.transfer_roles import HiddenReads, hidden_reads
-from passes.search.class_key import class_key
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace, distinct
 from passes.search.search_terms import Boundary, Narrowing, stays
@@ -26,6 +25,7 @@ from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
+from passes.strategies.kernel_keys import class_key
 from passes.strategies.prices import Prices, local_nbytes, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 from passes.strategies.traffic import OpTraffic

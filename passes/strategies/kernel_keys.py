@@ -1,15 +1,16 @@
-"""What an op is timed as: equal for ops that take equally long, in the global graph and in a rank's."""
+"""What an op is timed as: equal for ops that take equally long, in the global graph and in a rank's; and what of an op
+decides its strategies and their prices: layers that are alike share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from cost_model.timed import KernelKey
-from passes.ir.joint import map_operands, node_value, tensor_operands
+from passes.ir.joint import first_value, map_operands, node_value, result_shapes, tensor_operands
 from passes.ir.op_schema import schema_arguments
 from passes.ir.op_traits import op_kind
 
@@ -101,3 +102,14 @@ def _text(value: Any) -> str:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def class_key(node: fx.Node) -> Hashable:
+    """Nodes with equal keys have equal rules, strategies and seconds."""
+    tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
+    return (
+        str(node.target),
+        repr(map_operands(node, tokens)),
+        str(result_shapes(node)),
+        str(first_value(node).dtype),
+    )

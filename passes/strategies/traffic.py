@@ -68,43 +68,6 @@ def fused_traffic(node: fx.Node) -> OpTraffic:
     return OpTraffic(reads, writes=not fuses(node) or draws or _is_stored(node))
 
 
-def uncompiled_traffic(node: fx.Node) -> OpTraffic:
-    """The model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
-    one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
-    and stores what is read elsewhere; products and all else that does not fuse read and store everything.
-
-    For predictions of runs of others: a model written so that each line is one call.
-    """
-    if is_view(node):
-        return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
-    line = _line(node)
-    reads = tuple(
-        read and (line is None or (_line(storage_root(operand)) != line and _reads_first(node, operand)))
-        for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
-    )
-    return OpTraffic(reads, writes=line is None or any(_line(user) != line for user in _readers(node)))
-
-
-def _line(node: fx.Node) -> tuple[object, ...] | None:
-    """What nodes of one kernel of torch have in common; None: the node is a kernel of its own."""
-    if not (fuses(node) or is_reduction(node)):
-        return None
-    line = tuple(node.meta.get(key) for key in ("phase", "module", "source"))
-    return line if line[-1] else None
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads the value, directly or through views."""
-    for user in node.users:
-        yield from _readers(user) if is_view(user) else (user,)
-
-
-def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether `node`, among the nodes of one line that read a value, is the one for which it is counted."""
-    line = _line(node)
-    return next(reader for reader in _readers(storage_root(operand)) if _line(reader) == line) is node
-
-
 def _is_stored(node: fx.Node) -> bool:
     for user in node.users:
         if is_either(user) and user.args[0] is node:  # stored or not: the search has yet to say

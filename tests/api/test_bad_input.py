@@ -67,6 +67,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no set of sizes": ({"dynamic": "batch"}, "dynamic is 'batch'"),
     "a size without a name": ({"dynamic": {"rows"}}, "a name in dynamic is 'rows'"),
     "a size of images": ({"dynamic": {"height"}}, "dynamic names 'height', and no tensor of the call has it"),
+    "no range": ({"sizes": {"batch": 8}}, "the range of 'batch' is 8"),
+    "a range of images": (
+        {"sizes": {"height": (1, 8)}},
+        "sizes name 'height', and no tensor of the call has it",
+    ),
     "schedules": ({"stages": "x", "schedule": ["gpipe"]}, "schedule is ['gpipe']"),
 }
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._inductor import config
 
 from passes.compile import compile_graph as compiling
-from passes.compile.compile_graph import compile_graph
+from passes.compile.compile_graph import compile_graph, compile_sized
 from passes.compile.kept_code import code_name
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_sizes import SizeSymbols, evaluation, fakes_of, symbolic_sizes
 from tests.runtime.graphs import Local
 
 aten = torch.ops.aten
@@ -43,6 +45,48 @@ def test_the_second_time_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(now, before)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="compiled again"):
         compile_graph(scaled(3.0))
+
+
+def squared(hints: tuple[int, int]) -> tuple[fx.GraphModule, SizeSymbols]:
+    """x times itself turned, in symbols: nothing of it is written in C++."""
+    symbols, graph = SizeSymbols(hints), fx.Graph()
+    rows, columns = symbols.sizes
+    with symbolic_sizes():
+        look = (rows, columns), (columns, 1), 0, torch.float32, torch.device("cpu"), False
+        (x,) = fakes_of([look], symbols)
+        node = graph.placeholder("x")
+        turned = graph.call_function(aten.permute.default, (node, [1, 0]))
+        product = graph.call_function(aten.mm.default, (node, turned))
+        flat = graph.call_function(aten.view.default, (product, [rows * rows]))
+        with fake_mode_of(x):
+            values = x, x.t(), x @ x.t(), (x @ x.t()).view(rows * rows)
+    for one, value in zip((node, turned, product, flat), values, strict=True):
+        one.meta["val"] = value
+    graph.output((flat,))
+    return fx.GraphModule(nn.Module(), graph), symbols
+
+
+def compiled(module: fx.GraphModule, symbols: SizeSymbols) -> Any:
+    with symbolic_sizes():
+        return compile_sized(module, symbols, "inductor")
+
+
+def test_code_in_symbols_is_kept_with_what_was_asked_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, symbols = squared((6, 5))
+    assert symbols.sizes[0] > 4  # as a compiler asks
+    compiled(module, symbols)
+    monkeypatch.setattr(compiling, "compile_with_inductor", lambda *given: 1 / 0)
+    module, symbols = squared((5, 7))
+    run, numbers = compiled(module, symbols)
+    holds, codes = [symbols.code(one) for one in symbols.known()], [n.node.expr for n in numbers]
+    evaluate = evaluation(2, holds, [symbols.code(one) for one in codes])
+    assert evaluate((4, 7)) is None
+    for size in ((5, 7), (9, 2)):
+        x = torch.randn(size)
+        (found,) = run([x, *(evaluate(size) or ())])
+        torch.testing.assert_close(found, (x @ x.t()).flatten())
+    with pytest.raises(ZeroDivisionError):  # that did not hold
+        compiled(*squared((4, 7)))
 
 
 def test_what_decides_the_code_is_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,13 +76,18 @@ def test_where_another_plan_wins() -> None:
     (link,) = prices.links
     prices = replace(prices, links=(replace(link, latency_seconds=COMPUTE / 4 - START / 2),))
     for rows, smaller in ((SIDE // 4, False), (4 * SIDE, True)):
-        plan = find_plan(Product(), MeshSpec({"x": 2}), (torch.zeros(rows, SIDE),), profile=prices)
+        asked = {"sizes": {"batch": (2, 1024)}} if smaller else {}
+        plan = find_plan(Product(), MeshSpec({"x": 2}), (torch.zeros(rows, SIDE),), profile=prices, **asked)
         assert bool(plan.collectives) == smaller
         (won,) = plan.size_crossovers(batch=(2, 1024))
         assert won.confirmed and won.now == rows and abs(won.size - SIDE) <= 2
         assert won.step_time == pytest.approx(won.size / SIDE * COMPUTE, rel=1e-2)
         assert f"batch (now {rows}) of {won.size} or {'less' if smaller else 'more'}, " in str(won)
         assert plan.size_crossovers(batch=(rows, rows)) == ()
+        if asked:
+            assert f"batch 2 to 1024, one at a time, searched again\n  {won}\n" in plan.explain(
+                crossovers=True
+            )
 
 
 def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:

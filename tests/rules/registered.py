@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from passes.rules.check.discover import first_error
+from passes.rules.check.discover import wrong_claims
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import has_rule, rule_for
@@ -27,6 +28,15 @@ def check(op: Callable[..., Any], *args: Any, rtol: float = 1e-9, **kwargs: Any)
     shapes = [list(a.shape) for a in args if isinstance(a, torch.Tensor)]
     assert error is None, f"{op} on {shapes}\n  {rule}\n  {error}"
     return rule
+
+
+def first_error(node: fx.Node, rule: OpRule, rtol: float = 1e-9) -> str | None:
+    """The first of them in words; None if all hold."""
+    wrong = next(wrong_claims(node, rule, rtol), None)
+    if wrong is None:
+        return None
+    picks = [c.factor or (f"linear {sorted(c.linear)}" if c.linear else "-") for c in wrong.chosen]
+    return f"mesh {wrong.mesh}, choices {picks}: {wrong.problem}"
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
-from passes.rules.check.discover import discover_rule, first_error
+from passes.rules.check.discover import discover_rule
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import RuleTable, rule_for
-from tests.rules.registered import Draw, aten
+from tests.rules.registered import Draw, aten, first_error
 
 D = Draw(0)
 MATRIX, OTHER = D.floats(4, 5), D.floats(5, 6)

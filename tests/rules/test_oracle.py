@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from passes.rules.check.discover import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.assemble import whole_rule
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import LocalContext, OpRule
-from tests.rules.registered import Draw, aten
+from tests.rules.registered import Draw, aten, first_error
 
 
 def error(op: object, notation: str, *args: object, **kwargs: object) -> str | None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
-from passes.rules.check.discover import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule import LocalContext
 from passes.rules.core.rule_registry import (
@@ -19,7 +18,7 @@ from passes.rules.core.rule_registry import (
     register_rule,
     rule_for,
 )
-from tests.rules.registered import Draw, aten
+from tests.rules.registered import Draw, aten, first_error
 
 
 @torch.library.custom_op("rules_test::scale", mutates_args=())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.module import MOST_REMADE, Built, Mode, dispatcher_of, install, original_forward
+from autoshard.runtime.module import MOST_KEPT, Built, Mode, dispatcher_of, install, original_forward
 
 
 class Net(nn.Module):
@@ -32,6 +32,9 @@ class Returning:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.number, len(args), sorted(kwargs)
+
+    def end(self) -> None:
+        self.number = None
 
 
 class Builds:
@@ -63,21 +66,27 @@ def test_class_names_and_state_stay() -> None:
     assert list(model.state_dict()) == ["inner.weight", "inner.bias"]
 
 
-def test_of_executables_that_are_remade_the_last_are_kept() -> None:
+@pytest.mark.parametrize("is_remade", [True, False])
+def test_the_last_executables_are_kept(is_remade: bool) -> None:
+    """First those that are not made again at once, as the first call's is not."""
     model, builds = installed()
     dispatcher = dispatcher_of(model)
     assert dispatcher is not None
-    sizes = [torch.empty(0, size) for size in range(MOST_REMADE + 3)]
+    sizes = [torch.empty(0, size) for size in range(MOST_KEPT + 2)]
     model(sizes[0])
-    builds.is_remade = True
+    first = next(iter(dispatcher.executables.values()))[0]
+    builds.is_remade = is_remade
     for x in sizes[1:]:
         model(x)
-    assert sum(map(len, dispatcher.executables.values())) == len(dispatcher.executables) == MOST_REMADE + 1
+    assert sum(map(len, dispatcher.executables.values())) == len(dispatcher.executables) == MOST_KEPT
+    assert (first.number is None) == (not is_remade)  # type: ignore[attr-defined]
     made = builds.count
-    for x in (sizes[0], *sizes[3:]):
+    for x in (*sizes[3:], *sizes[: int(is_remade)], sizes[3]):
         model(x)
     assert builds.count == made
     model(sizes[1])
+    assert builds.count == made + 1
+    model(sizes[3])  # which was called after the others
     assert builds.count == made + 1
 
 

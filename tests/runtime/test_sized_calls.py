@@ -14,13 +14,15 @@ from torch._dynamo import mark_dynamic
 from torch.distributed.tensor import Shard
 
 import autoshard.runtime.session as sessions
+from autoshard import MeshSpec, Plan, find_plan
 from autoshard.global_call import GlobalCall
 from autoshard.planning import canonical_capture
 from autoshard.runtime.session import Session
 from autoshard.runtime.sized_calls import SizedCalls
 from benchmarks import soak
 from passes.capture import Captured
-from tests.api.programs import full, parallel
+from tests.api.programs import full, parallel, refusal
+from tests.plans.test_other_sizes import Net
 from tests.ranks import RankPool
 
 WIDTH, WORDS = 8, 32
@@ -309,6 +311,40 @@ def test_what_grows_at_every_call_is_captured_twice(ranks: RankPool) -> None:
         assert captures == 2
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+ROW, PRICES = (torch.zeros(1, 1, 64),), "cpu"
+LARGER = {"sequence": (1, 512)}
+
+
+def free_plan() -> Plan:
+    """Of a row, which every rank computes."""
+    return find_plan(Net(), MeshSpec({"dp": 2}), ROW, profile=PRICES, backend="eager")
+
+
+def planned_for(rank: int, limit: int, given: bool, options: dict[str, Any]) -> str | int:
+    """What is said, or bytes at the largest size."""
+    model, plan = Net(), free_plan() if given else None
+    options |= {"plan": plan, "memory_limit": limit, "sizes": LARGER, "profile": PRICES}
+    if (said := refusal(model, lambda: parallel(model, (("dp", 2),), ROW, **options))) != "no error":
+        return said
+    found = model.autoshard_plan
+    assert isinstance(found, Plan)
+    return found.memory_at(sequence=512) + found.reserve if rank == 0 else 0
+
+
+def test_a_plan_fits_at_the_largest_size_asked(ranks: RankPool) -> None:
+    """Where a rank that holds half of the rows does, and one that holds all does not."""
+    most = free_plan().memory_at(sequence=512)
+    limit = most * 3 // 4
+    for tune in ("first", "background"):
+        assert 0 < ranks.run(planned_for, limit, False, {"tune": tune}, world=2)[0] <= limit
+    for said in ranks.run(planned_for, limit, True, {}, world=2):
+        assert (
+            said.startswith("InfeasibleError: plan needs ") and " at sequence 512, and memory_limit" in said
+        )
+    for said in ranks.run(planned_for, most // 6, False, {"tune": "first"}, world=2):
+        assert said.startswith("InfeasibleError: at sequence 512: no plan "), said
 
 
 @pytest.mark.slow

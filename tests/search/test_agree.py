@@ -15,10 +15,9 @@ from torch import nn
 from autoshard import MeshSpec, Profile, find_plan
 from cost_model.deadline import Deadline
 from passes.search.agree import agreed
-from passes.search.cost_kinds import CostKinds
 from passes.search.judged_choice import Judgement
 from passes.search.overlapped import solve_overlapped
-from passes.search.search_space import SearchSpace
+from passes.search.search_space import CostKinds, SearchSpace
 from passes.search.step_kinds import KINDS, PhaseOverlap, phase_paths
 from passes.solver.problem import Array, Problem, Solution
 from tests.models import Example, TwoLinear, llama, vit

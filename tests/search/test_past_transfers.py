@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.search.near_choices import past_transfers
+from passes.search.rival_choices import past_transfers
 from passes.solver.problem import Problem
 from tests.solver.oracle import random_problem
 

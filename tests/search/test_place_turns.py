@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.search.cost_kinds import CostKinds
-from passes.search.near_choices import turns
+from passes.search.rival_choices import turns
+from passes.search.search_space import CostKinds
 from passes.solver.problem import Problem
 from tests.search.test_overlapped import random_kinds
 from tests.solver.oracle import random_problem

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import passes.search.state_columns as state_columns
-from passes.search.cost_kinds import CostKinds
+from passes.search.search_space import CostKinds
 from passes.search.state_columns import Columns
 from passes.solver.alike import Ties
 from passes.solver.problem import Infeasible, Problem

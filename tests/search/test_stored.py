@@ -12,8 +12,8 @@ from torch import nn
 from autoshard import MeshSpec, Profile
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.planning import canonical_capture
+from passes.search.rival_choices import places_in, places_of, stored_alike
 from passes.search.search_space import SearchSpace
-from passes.search.stored import places_in, places_of, stored_alike
 from passes.search.strategy_space import build_space
 from passes.solver.solve import restricted, solve
 from tests.solver.oracle import brute_force, chain, random_problem

@@ -14,9 +14,8 @@ from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import tensor_operands
 from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
-from passes.search.class_key import class_key
 from passes.search.strategy_space import build_space
-from passes.strategies.kernel_keys import kernel_form, kernel_key, operand_orders
+from passes.strategies.kernel_keys import class_key, kernel_form, kernel_key, operand_orders
 from passes.strategies.prices import strategy_seconds
 from tests.refine.tasks import task
 

@@ -71,7 +71,8 @@ def test_priced_rows_are_the_prices_of_the_profile(seed: int) -> None:
     problem, _, rows = with_rows(seed)
     prices = np.random.default_rng(seed).random(len(rows.slack))
     choice = dict.fromkeys(range(len(problem.node_costs)), 0)
-    assert rows.priced(prices)[rows.start[:-1]].sum() == pytest.approx(prices @ rows.profile(choice))
+    first = sum(extra[0] for extra in rows.priced(prices).values())
+    assert first == pytest.approx(prices @ rows.profile(choice))
 
 
 def limited_chain(limit_share: float) -> tuple[Problem, Graph, Rows]:

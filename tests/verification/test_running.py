@@ -11,7 +11,7 @@ from torch import fx
 from passes.canonicalize import PIPELINE
 from passes.canonicalize.normalize_arguments import ONE_SPELLING
 from passes.ir.graph_pass import GraphPass, emit, properties_after, run_passes
-from passes.ir.graph_properties import CAPTURED, NO_DEAD_CODE, BrokenGraphError
+from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, BrokenGraphError
 from passes.ir.joint import GraphInput, JointGraph
 from tests.verification.written import Written
 
@@ -163,7 +163,7 @@ def test_an_order_that_would_not_do() -> None:
 
 def _unmet(passes: list[GraphPass] | tuple[GraphPass, ...]) -> list[str]:
     """What passes require that none before ensures, or that one breaks in between."""
-    held, found = tuple(CAPTURED), []
+    held, found = (NO_USES,), []
     for graph_pass in passes:
         found += [f"{graph_pass.name}: {p.name}" for p in graph_pass.requires if p not in held]
         held = properties_after(graph_pass, held)
@@ -171,7 +171,7 @@ def _unmet(passes: list[GraphPass] | tuple[GraphPass, ...]) -> list[str]:
 
 
 def test_what_holds_of_a_canonical_graph() -> None:
-    held = tuple(CAPTURED)
+    held = (NO_USES,)
     for graph_pass in PIPELINE:
         held = properties_after(graph_pass, held)
     assert {stated.name for stated in held} == {

@@ -60,15 +60,6 @@ def wrong_claims(
                 yield WrongClaim(trial, problem, raised)
 
 
-def first_error(node: fx.Node, rule: OpRule, rtol: float = 1e-9) -> str | None:
-    """The first of them in words; None if all hold."""
-    wrong = next(wrong_claims(node, rule, rtol), None)
-    if wrong is None:
-        return None
-    picks = [c.factor or (f"linear {sorted(c.linear)}" if c.linear else "-") for c in wrong.chosen]
-    return f"mesh {wrong.mesh}, choices {picks}: {wrong.problem}"
-
-
 @dataclass(frozen=True)
 class _Factor:
     """dims: per operand the dim it splits, or None. outcomes: per result the dim in which the parts
