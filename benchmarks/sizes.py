@@ -121,6 +121,11 @@ MODELS: Mapping[str, Model] = {
 }
 SPLITS = {"sequence": (1, 1), "space": (2, 1)}
 """Plans whose inputs come split, and at which dim each."""
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "pieces": {"micro_batches": 2},
+    "stages": {"micro_batches": 2, "stages": "ranks"},
+}
+"""Plans in pieces of a batch, and in stages too."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -128,7 +133,9 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.sizes", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--plan", nargs="+", choices=["free", "DDP", "FSDP", *SPLITS], default=["free"])
+    parser.add_argument(
+        "--plan", nargs="+", choices=["free", "DDP", "FSDP", *SPLITS, *PARTS], default=["free"]
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--calls", type=int, default=20, help="sizes, each called twice")
     parser.add_argument("--dynamic", nargs="*", default=[])
@@ -171,6 +178,8 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
     if plan in SPLITS:
         count = len(example.batch(*(sizes[0] for sizes in example.sizes)))
         options["in_placements"] = [[Shard(dim)] for dim in SPLITS[plan][:count]]
+    elif plan in PARTS:
+        options |= PARTS[plan]
     elif plan != "free":
         options["constraints"] = family_constraints(plan, 1)
     settings: dict[str, Any] = {"backend": "eager", "profile": "cpu", "tune": "first", **options}
@@ -230,7 +239,7 @@ def _count(counts: Counter[str]) -> None:
     counted(sessions, "canonical_capture", "captures")
     counted(planner.Planner, "first", "searches")
     counted(planner, "search_plan", "searches")
-    counted(making, "lowered_whole", "lowered")
+    counted(making, "_programs", "lowered")
     counted(sized_calls, "sized_program", "programs")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import conform
+from autoshard.runtime.piece_code import Compiler
 from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled
 from passes.compile.expand_ops import expand_ops

@@ -16,9 +16,10 @@ from torch.profiler import record_function
 
 from autoshard.reporting.probe import Probed, TimedCompiler
 from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
-from autoshard.runtime.compiled_pieces import Compiler, StepInPieces, parts_of
+from autoshard.runtime.compiled_pieces import StepInPieces
 from autoshard.runtime.leaves import conform
 from autoshard.runtime.observe import InPieces, PhaseRun
+from autoshard.runtime.piece_code import Compiler, PieceCode, PiecesOnRank
 from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
@@ -87,25 +88,25 @@ class SeenInPieces:
 
     def __init__(self, step: InPieces, inputs: Sequence[Tensor], backend: str) -> None:
         self.inputs = inputs
-        self._step, self._compile = step, Compiler(backend)
-        self._parts = parts_of(step, joined=self._compile.joins)
+        self._step = step
+        self._codes = PiecesOnRank(step.programs, len(step.programs), Compiler(backend)).codes
 
     def predicted(self, prices: Prices, axes_of: AxesOf) -> Prediction:
         programs = self._step.programs
-        return predict_pieces(programs[0], self._parts[0], len(programs), prices, axes_of)
+        return predict_pieces(programs[0], self._codes[0].parts, len(programs), prices, axes_of)
 
     def probed(self, marks: Marks) -> Callable[[], Probed]:
         """Computing is that of all pieces. Collectives are, as in the prediction, those before the pieces, of the first
         piece, and after them."""
         compiler = TimedCompiler(marks)
-        step = StepInPieces(self._step, self._parts, compiler, ())
+        step = StepInPieces(self._step, [PieceCode(one.parts, compiler) for one in self._codes], ())
 
         @torch.no_grad()
         def once() -> Probed:
             compiler.runs.clear()
             step.results(self._known())
             before, *pieces, after = compiler.runs
-            each = len(pieces) // len(self._parts)  # a forward, and a backward if there is one
+            each = len(pieces) // len(self._codes)  # a forward, and a backward if there is one
             forward, backward = [before, *pieces[::each]], pieces[1::2] if each > 1 else []
             (backward or forward).append(after)
             return Probed.of(
@@ -116,7 +117,7 @@ class SeenInPieces:
 
     @cached_property
     def _compiled(self) -> StepInPieces:
-        return StepInPieces(self._step, self._parts, self._compile, [_Ranges()])
+        return StepInPieces(self._step, self._codes, [_Ranges()])
 
     @torch.no_grad()
     def run_again(self) -> None:

@@ -4,63 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.leaves import InputSide, Leaves, conform, expected
+from autoshard.runtime.leaves import InputSide, Leaves, conform
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
+from autoshard.runtime.piece_code import CompilesGraphs, Like, PieceCode, PiecesOnRank
 from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
-from passes.compile.compile_graph import Compiled, compile_graph
+from passes.compile.compile_graph import Compiled
 from passes.lower.phases import Backward
-from passes.lower.piecewise import (
-    IN_PLACE,
-    Collected,
-    RankPieces,
-    given_values,
-    leave,
-    split_pieces,
-    step_results,
-    without_gradients,
-)
-from passes.lower.rank_program import RankProgram
-from passes.stages.stage_graph import BackwardHalves, split_backward
+from passes.lower.piecewise import IN_PLACE, Collected, given_values, leave, step_results
+from passes.stages.stage_graph import BackwardHalves
 
 Known = dict[str, Tensor]
 """Values of a step by name: a rank's placeholders, and all that is made so far."""
-Like = Sequence[Tensor]
-
-
-class Compiler:
-    """Equal graphs are compiled once: pieces mostly are. joins: whether programs are to be joined before."""
-
-    def __init__(self, backend: str) -> None:
-        self.joins = backend == "eager"  # a compiler joins more itself
-        self._backend = backend
-        self._known: dict[str, tuple[Compiled, tuple[Tensor, ...]]] = {}
-
-    def __call__(
-        self, module: fx.GraphModule, adding: Sequence[int] = ()
-    ) -> tuple[Compiled, tuple[Tensor, ...]]:
-        """The compiled graph, and how its inputs look. adding: as for `compile_graph`."""
-        text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
-        values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        results: Any = module.graph.output_node().args[0]
-        values += [results[place].meta["val"] for place in adding]
-        key = f"{text} {adding} {[(v.shape, v.stride(), v.dtype) for v in values]}"
-        if key not in self._known:
-            self._known[key] = compile_graph(module, self._backend, adding), expected(values)
-        return self._known[key]
 
 
 class GradientProgram:
     """A program of gradients. Where earlier pieces left all of its sums, it adds to them as it goes: that takes the
     memory of one gradient, and not of all."""
 
-    def __init__(self, module: fx.GraphModule, left: Sequence[Collected], compile_: Compiler) -> None:
+    def __init__(self, module: fx.GraphModule, left: Sequence[Collected], compile_: CompilesGraphs) -> None:
         self._left = left
         self.run, self.takes = compile_(module)
         results: Any = module.graph.output_node().args[0]
@@ -73,7 +42,15 @@ class GradientProgram:
         ]
         self._others = [place for place in range(len(left)) if place not in self._places]
         self._module, self._compile = module, compile_
-        self._later: tuple[Compiled, Like] | None = None
+
+    @cached_property
+    def _later(self) -> tuple[Compiled, Like]:
+        return self._compile(self._module, self._places)
+
+    def prepare(self) -> None:
+        """Compiles what later pieces run."""
+        if self._compile.joins and self._places:
+            _ = self._later
 
     def __call__(self, inputs: list[Tensor], known: Known) -> None:
         """Adds to `known` what it leaves. inputs: emptied, maybe."""
@@ -81,8 +58,6 @@ class GradientProgram:
         if not self._compile.joins or not sums or any(value is None for value in sums):
             leave(self._left, self.run(inputs), known)  # type: ignore[arg-type]
             return
-        if self._later is None:
-            self._later = self._compile(self._module, self._places)
         run, takes = self._later
         given = zip(sums, takes[len(inputs) :], strict=True)
         inputs += [conform(value, like) for value, like in given]  # type: ignore[arg-type]
@@ -97,9 +72,8 @@ class CompiledPiece:
     What a forward keeps is given to the backward, which may run when other pieces have run in between.
     """
 
-    def __init__(self, parts: RankPieces, compile_: Compiler) -> None:
-        self._parts = parts
-        self._compile = compile_
+    def __init__(self, code: PieceCode) -> None:
+        self._parts, self._compile = parts, compile_ = code.parts, code.compile_
         phases = parts.piece.complete()
         pairs = list(zip(parts.given, parts.piece.inputs, strict=True))
         self._given = [one for one, spec in pairs if spec.kind != "tangent"]
@@ -154,13 +128,22 @@ class CompiledPiece:
             kept.clear()
             self._weight(inputs, known)
 
+    def prepare(self, first: Sequence[str] | None) -> None:
+        """Compiles all that it may run. first: as of `backward_input`; None: the backward is not run in halves."""
+        if self.backward_graph is None:
+            return
+        self._backward.prepare()
+        if first is not None:
+            self._split(first)
+            self._weight.prepare()
+
     def _split(self, first: Sequence[str]) -> BackwardHalves:
         if self._halves is None:
             assert self.backward_graph is not None
             left = self._parts.left[self._outputs :]
             ends = zip(self.backward_graph.gradients, left, strict=True)
             early = {end.name for end, one in ends if one.name in first}
-            self._halves = split_backward(self.backward_graph, early)
+            self._halves = self._compile.halves(self.backward_graph, early)
             self._run_input, _ = self._compile(self._halves.input)
             second = [left[place] for place in self._halves.second]
             self._weight = GradientProgram(self._halves.weight, second, self._compile)
@@ -180,13 +163,19 @@ class CompiledPiece:
 
 class PiecesRun:
     """The programs of all pieces, compiled, for one step after another: `begin`, forward and backward of every piece in
-    any order, `end`. parts: of every piece. known: all values of the step so far."""
+    any order, `end`. known: all values of the step so far."""
 
-    def __init__(self, parts: Sequence[RankPieces], compile_: Compiler) -> None:
-        self.parts, self.known = parts, Known()
-        self._before, self._takes = compile_(parts[0].before)
-        self.pieces = [CompiledPiece(one, compile_) for one in parts]
-        self._after, self._reads = compile_(parts[0].after)
+    def __init__(self, codes: Sequence[PieceCode]) -> None:
+        self.parts, self.known = [one.parts for one in codes], Known()
+        first = codes[0]
+        self._before, self._takes = first.compile_(first.parts.before)
+        self.pieces = list(map(CompiledPiece, codes))
+        self._after, self._reads = first.compile_(first.parts.after)
+
+    def prepare(self, halves: Sequence[str] | None = None) -> None:
+        """Compiles all that steps may run. halves: as of `CompiledPiece.prepare`."""
+        for piece in self.pieces:
+            piece.prepare(halves)
 
     def begin(self, known: Known) -> None:
         """known: values of the placeholders that a step is given."""
@@ -202,23 +191,15 @@ class PiecesRun:
         return step_results(first, known, given)
 
 
-def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
-    """The program of every piece, split. joined: as they run op by op; a compiler joins more itself."""
-    parts = [split_pieces(program) for program in step.programs]
-    return [one.joined() for one in parts] if joined else parts
-
-
 class StepInPieces(PiecesRun):
     """All programs of a step whose batch is run in pieces, compiled: a body of `AtOnce`.
 
     What runs before the pieces counts to the first one's forward, what runs after them to the last one's backward, for
-    observers: they are told of the forward and the backward of every piece. parts: `parts_of` the step.
+    observers: they are told of the forward and the backward of every piece.
     """
 
-    def __init__(
-        self, step: InPieces, parts: Sequence[RankPieces], compile_: Compiler, observers: Sequence[Observer]
-    ) -> None:
-        super().__init__(parts, compile_)
+    def __init__(self, step: InPieces, codes: Sequence[PieceCode], observers: Sequence[Observer]) -> None:
+        super().__init__(codes)
         self._step, self._observers = step, observers
 
     def run(
@@ -252,31 +233,32 @@ class StepInPieces(PiecesRun):
         return results
 
 
+def call_gradients(pieces: PiecesOnRank) -> CallGradients:
+    """Of a call that ranks run in pieces, each all of the model."""
+    known = [(kind.index, value) for kind, _, value in pieces.tangents]
+    return CallGradients(pieces.outputs, pieces.inputs, known)
+
+
 def program_in_pieces(
-    programs: Sequence[RankProgram],
+    pieces: PiecesOnRank,
     sides: Sequence[InputSide],
     spec: MeshSpec,
     rank: int,
     device: torch.device,
-    backend: str,
     observers: Sequence[Observer],
     around: Around,
 ) -> AtOnce:
-    """The counterpart of `autoshard.runtime.step.Program` for the programs of all pieces, in the order of running."""
-    first = programs[0]
-    placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
-    pairs = list(zip(placeholders, first.inputs, strict=True))
-    given = [(node, kind) for node, kind in pairs if kind.kind != "tangent"]
-    values = [node.meta["val"] for node, _ in given]
-    leaves = Leaves([kind.kind for _, kind in given], values, sides, spec, rank)
-    read = [(kind.index, node) for node, kind in pairs if kind.kind == "tangent" and node.users]
-    ends = CallGradients(first.outputs, first.inputs, [(index, node.meta["val"]) for index, node in read])
-    names, compile_ = tuple(node.name for node, _ in given), Compiler(backend)
+    """The counterpart of `autoshard.runtime.step.Program` for a batch in pieces."""
+    placeholders = pieces.placeholders()
+    given = [(kind, name, value) for kind, name, value in placeholders if kind.kind != "tangent"]
+    leaves = Leaves([kind.kind for kind, *_ in given], [value for *_, value in given], sides, spec, rank)
+    ends = call_gradients(pieces)
 
-    def compiled(step: InPieces) -> StepInPieces:
-        return StepInPieces(step, parts_of(step, joined=compile_.joins), compile_, observers)
+    def compiled(ours: PiecesOnRank, names: Mapping[int, str]) -> StepInPieces:
+        step = InPieces(lambda: ours.programs, tuple(name for _, name, _ in given), names)
+        return StepInPieces(step, ours.codes, observers)
 
-    early = body = compiled(InPieces(tuple(programs), names, {index: node.name for index, node in read}))
+    early = body = compiled(pieces, {kind.index: name for kind, name, _ in pieces.tangents})
     if not ends.has_loss:
-        early = compiled(InPieces(tuple(map(without_gradients, programs)), names, {}))
+        early = compiled(pieces.without_gradients(), {})
     return AtOnce(leaves, ends, body, early, device, around)

@@ -21,8 +21,8 @@ from autoshard.runtime.compiled_pieces import program_in_pieces
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
-from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
-from autoshard.runtime.pipeline_stage import StageOnRank
+from autoshard.runtime.piece_code import Compiler, PiecesOnRank
+from autoshard.runtime.pipeline_program import PipelineEnds, Staging
 from autoshard.runtime.process_groups import groups_for, holders_mesh, local_device
 from autoshard.runtime.step import PhaseCode, Program
 from autoshard.runtime.trial_run import RaceEntry
@@ -31,7 +31,7 @@ from autoshard.watching.check_calls import kind_of, turns_of
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.single_kernel import keep_freed_memory
-from passes.ir.joint import JointGraph
+from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.micro_batches.cut_batch import cut_for_stages
@@ -146,7 +146,8 @@ def _whole(call: Call, plan: Plan) -> Lowering:
         def compiled(backend: str) -> CallProgram:
             if len(ours) > 1:
                 device = local_device(home.mesh)
-                return program_in_pieces(ours, *given, device, backend, home.observers, around)
+                pieces = PiecesOnRank(ours, cut.joint.pieces, Compiler(backend))
+                return program_in_pieces(pieces, *given, device, home.observers, around)
             return Program(PhaseCode(ours[0], backend), *given, home.observers, around)
 
         return compiled
@@ -158,7 +159,7 @@ def lowered_whole(home: Home, joint: JointGraph, plan: Plan) -> list[RankProgram
     """This rank's program of the whole model; of a batch in pieces, of each."""
     groups = groups_for(home.mesh, axes_in(plan))
     programs = _programs(plan, joint, home.spec, dist.get_rank(), groups)
-    if len(programs) == 1:
+    if joint.pieces == 1:
         with runnable(plan):
             if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
                 programs = [programs[0].joined()]
@@ -169,24 +170,37 @@ def lowered_whole(home: Home, joint: JointGraph, plan: Plan) -> list[RankProgram
 def _staged(call: Call, plan: PipelinePlan) -> Lowering:
     """The ranks along an axis of the mesh run stages."""
     home, cut = call.home, call.cut(plan)
-    # Of the collectives of all stages, alike on every rank.
-    groups = groups_for(home.mesh, sorted({axes for stage in plan.stages for axes in axes_in(stage)}))
-    graphs = stage_graphs(cut.joint, plan.cut)
-    own = home.mesh.get_local_rank(plan.axis)
-    ends = _pipeline_ends(home.mesh, cut.joint, plan, graphs)
-
+    staging = staging_of(home.mesh, cut.joint, plan, stage_graphs(cut.joint, plan.cut))
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 
     def lower() -> Callable[[str], CallProgram]:
-        ours = [
-            StageOnRank(graph, tuple(_programs(stage, graph.joint, ends.spec, ends.rank, groups)))
-            for graph, stage in zip(graphs, plan.stages, strict=True)
-            if graph.stage % plan.ranks == own
-        ]
-        given = ends, ours, len(graphs), plan.schedule
-        return lambda backend: pipeline_program(*given, backend, home.stage_clocks, around)
+        ours = lowered_stages(home, staging, plan.stages)
+
+        def compiled(backend: str) -> CallProgram:
+            compile_ = Compiler(backend)
+            pieces = [PiecesOnRank(programs, cut.joint.pieces, compile_) for programs in ours]
+            return staging.program(pieces, home.stage_clocks, around)
+
+        return compiled
 
     return lower
+
+
+def staging_of(
+    mesh: DeviceMesh, joint: JointGraph, plan: PipelinePlan, graphs: Sequence[StageGraph]
+) -> Staging:
+    """graphs: of all stages, of `joint`."""
+    own = mesh.get_local_rank(plan.axis)
+    ours = [graph for graph in graphs if graph.stage % plan.ranks == own]
+    return Staging(_pipeline_ends(mesh, joint, plan, graphs), ours, len(graphs), plan.schedule)
+
+
+def lowered_stages(home: Home, staging: Staging, plans: Sequence[Plan]) -> list[list[RankProgram]]:
+    """Of each of this rank's stages the program of every piece. plans: of all stages."""
+    # Of the collectives of all stages, alike on every rank.
+    groups = groups_for(home.mesh, sorted({axes for stage in plans for axes in axes_in(stage)}))
+    at = staging.ends.spec, staging.ends.rank, groups
+    return [_programs(plans[graph.stage], graph.joint, *at) for graph in staging.graphs]
 
 
 def _pipeline_ends(
@@ -209,7 +223,23 @@ def _pipeline_ends(
         if (layout := plan.outputs[i]) is not None
     }
     sides, group = _sides(joint, plan), mesh.get_group(plan.axis)
-    return PipelineEnds(joint, spec, rank, returned, changed, sides, plan.axis, group, local_device(mesh))
+    look = lambda node: None if node is None else node_value(node)
+    kinds = zip(joint.inputs, joint.placeholders, strict=True)
+    return PipelineEnds(
+        joint.inputs,
+        joint.outputs,
+        list(map(node_value, joint.placeholders)),
+        list(map(look, joint.results)),
+        frozenset(end.index for end, node in kinds if end.kind == "tangent" and node.users),
+        spec,
+        rank,
+        returned,
+        changed,
+        sides,
+        plan.axis,
+        group,
+        local_device(mesh),
+    )
 
 
 def _programs(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -18,12 +19,17 @@ from passes.stages.pipeline_orders import Action
 
 @dataclass(frozen=True, eq=False)
 class InPieces:
-    """A batch that is run in pieces. programs: of every piece, in their order. leaves, tangents: names of the
-    placeholders whose values a step is given; of tangents by index of the output."""
+    """A batch that is run in pieces. made: its programs. leaves, tangents: names of the placeholders whose values a
+    step is given; of tangents by index of the output."""
 
-    programs: tuple[RankProgram, ...]
+    made: Callable[[], tuple[RankProgram, ...]]
     leaves: tuple[str, ...]
     tangents: Mapping[int, str]
+
+    @cached_property
+    def programs(self) -> tuple[RankProgram, ...]:
+        """Of every piece, in their order."""
+        return self.made()
 
     @property
     def given(self) -> tuple[str, ...]:

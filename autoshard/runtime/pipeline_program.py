@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import StageClock, StepPart
+from autoshard.runtime.piece_code import PiecesOnRank
 from autoshard.runtime.pipeline_stage import (
     PipelineStage,
     StageOnRank,
@@ -28,16 +28,18 @@ from autoshard.runtime.pipeline_stage import (
 )
 from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph, node_value
+from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
+from passes.stages.stage_graph import StageGraph
 
 
 @dataclass(frozen=True)
 class PipelineEnds:
     """The ends of a call, and the ranks that have them.
 
-    joint:    of the call, whole or of its first piece. spec, rank: a stage's mesh, and this rank's place in it.
+    inputs, outputs: of the call's graph. values, results: how they look, whole. read: outputs whose gradients are read.
+    spec, rank: a stage's mesh, and this rank's place in it.
     returned: tensor output of the call -> (coordinate along the stage axis of the ranks that return it, layout), of
               those that all ranks are given. Others stay where they are made.
     buffers:  buffer that the call changes -> coordinate of the ranks that do.
@@ -45,7 +47,11 @@ class PipelineEnds:
     axis:     that of the stages. group: of this rank's ranks along it.
     """
 
-    joint: JointGraph
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    values: Sequence[Tensor]
+    results: Sequence[Tensor | None]
+    read: frozenset[int]
     spec: MeshSpec
     rank: int
     returned: Mapping[int, tuple[int, Layout]]
@@ -56,23 +62,41 @@ class PipelineEnds:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Staging:
+    """How a call meets the stages of this rank. graphs: theirs, in order. count: of all. schedule: a name in
+    `ORDERS`."""
+
+    ends: PipelineEnds
+    graphs: Sequence[StageGraph]
+    count: int
+    schedule: str
+
+    def on_rank(self, pieces: Sequence[PiecesOnRank]) -> list[StageOnRank]:
+        return list(map(StageOnRank, self.graphs, pieces))
+
+    def program(self, pieces: Sequence[PiecesOnRank], clocks: Sequence[StageClock], around: Around) -> AtOnce:
+        """pieces: of each of the graphs. clocks: told of every step; they may change while the program lives."""
+        return pipeline_program(self.ends, self.on_rank(pieces), self.count, self.schedule, clocks, around)
+
+
+def pipeline_gradients(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> CallGradients:
+    return CallGradients(ends.outputs, ends.inputs, _tangents(ends, stages))
+
+
 def pipeline_program(
     ends: PipelineEnds,
     stages: Sequence[StageOnRank],
     count: int,
     schedule: str,
-    backend: str,
     clocks: Sequence[StageClock],
     around: Around,
 ) -> AtOnce:
-    """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`. clocks: told of every step; they may
-    change while the program lives."""
-    gradients = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
-    compile_ = Compiler(backend)
-    early = body = _Pipeline(ends, stages, count, schedule, compile_, clocks)
+    gradients = pipeline_gradients(ends, stages)
+    early = body = _Pipeline(ends, stages, count, schedule, clocks)
     if gradients.gradients and not gradients.has_loss:
         own = [stage.without_gradients() for stage in stages]
-        early = _Pipeline(ends, own, count, schedule, compile_, clocks)
+        early = _Pipeline(ends, own, count, schedule, clocks)
     return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, around)
 
 
@@ -85,12 +109,11 @@ class _Pipeline:
         stages: Sequence[StageOnRank],
         count: int,
         schedule: str,
-        compile_: Compiler,
         clocks: Sequence[StageClock],
     ) -> None:
-        self._at, self._clocks, self._pieces = ends, clocks, len(stages[0].programs)
-        self._names = [(s.kind, s.name) for s in ends.joint.inputs if s.kind != "tangent"]
-        self._runs = [StageRun(stage, compile_) for stage in stages]
+        self._at, self._clocks, self._pieces = ends, clocks, stages[0].pieces.count
+        self._names = [(s.kind, s.name) for s in ends.inputs if s.kind != "tangent"]
+        self._runs = list(map(StageRun, stages))
         ours = [
             PipelineStage(
                 run, stage.received(), stage.sent(), stage.graph.stage, count, ends.device, ends.group, clocks
@@ -110,12 +133,12 @@ class _Pipeline:
         """Outputs and new buffers come to all ranks, gradients to those that hold their leaves."""
         found = self._of_own_stages(dict(zip(self._names, values, strict=True)), tangents, backward)
         results: list[Tensor | None] = []
-        for end, node in self._at.joint.returned:
+        for end, like in zip(self._at.outputs, self._at.results, strict=True):
             value = found.get((end.kind, end.name))
-            if node is None or (end.kind == "grad" and not backward):
+            if like is None or (end.kind == "grad" and not backward):
                 value = None
             elif end.kind == "output":
-                value = self._output(value, end.index, node_value(node))
+                value = self._output(value, end.index, like)
             elif end.kind == "buffer":
                 value = self._everywhere(value, self._at.buffers[end.name], local_of(leaves[end.index]))
             else:
@@ -188,23 +211,23 @@ class _Pipeline:
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
     """The leaves of the whole call. A parameter that no stage of this rank reads is taken as it is."""
-    own = {(spec.kind, spec.name): node for stage in reversed(stages) for spec, node in stage.placeholders}
-    specs = [(spec, node) for node, spec in ends.joint.given if spec.kind != "tangent"]
+    known = [one for stage in reversed(stages) for one in stage.pieces.placeholders()]
+    own = {(spec.kind, spec.name): value for spec, _, value in known}
+    pairs = zip(ends.inputs, ends.values, strict=True)
+    specs = [(spec, value) for spec, value in pairs if spec.kind != "tangent"]
     values: list[Tensor | None] = []
-    for (spec, node), side in zip(specs, ends.sides, strict=True):
+    for (spec, whole), side in zip(specs, ends.sides, strict=True):
         mine = own.get((spec.kind, spec.name))
-        if mine is not None:
-            values.append(mine.meta["val"])
-        elif spec.kind == "param":
-            values.append(None)
-        else:
+        if mine is None and spec.kind != "param":
             shape = side.layout.local_shape(side.shape, ends.spec, ends.rank)
-            values.append(torch.empty(shape, dtype=node_value(node).dtype, device="meta"))
+            mine = torch.empty(shape, dtype=whole.dtype, device="meta")
+        values.append(mine)
     return Leaves([spec.kind for spec, _ in specs], values, ends.sides, ends.spec, ends.rank)
 
 
 def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[int, Tensor]]:
     """Index and look of each output's gradient that is read: this rank's part of it, or the whole where it has none."""
     own = {index: value for stage in stages for index, value in stage.tangents()}
-    read = [(spec.index, node) for node, spec in ends.joint.given if spec.kind == "tangent" and node.users]
-    return [(index, own.get(index, node_value(node).to("meta"))) for index, node in read]
+    pairs = zip(ends.inputs, ends.values, strict=True)
+    read = [(spec.index, v) for spec, v in pairs if spec.kind == "tangent" and spec.index in ends.read]
+    return [(index, own.get(index, value)) for index, value in read]

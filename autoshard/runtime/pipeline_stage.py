@@ -13,56 +13,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from autoshard.runtime.compiled_pieces import Compiler, PiecesRun
+from autoshard.runtime.compiled_pieces import PiecesRun
 from autoshard.runtime.observe import StageClock, timed
-from passes.ir.joint import GraphInput
-from passes.lower.piecewise import pieces_of, without_gradients
-from passes.lower.rank_program import RankProgram
+from autoshard.runtime.piece_code import PiecesOnRank
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
 from passes.stages.stage_graph import Crossing, Leaf, StageEnds, StageGraph
 
 
 @dataclass(frozen=True)
 class StageOnRank:
-    """A stage's graph, and this rank's program for each piece of a batch."""
+    """A stage's graph, and this rank's programs of its pieces."""
 
     graph: StageGraph
-    programs: tuple[RankProgram, ...]
+    pieces: PiecesOnRank
 
     def without_gradients(self) -> StageOnRank:
-        return replace(self, programs=tuple(map(without_gradients, self.programs)))
-
-    @property
-    def placeholders(self) -> list[tuple[GraphInput, fx.Node]]:
-        """Inputs of the first piece, with their nodes."""
-        return list(zip(self.programs[0].inputs, _placeholders(self.programs[0]), strict=True))
+        return replace(self, pieces=self.pieces.without_gradients())
 
     def tangents(self) -> list[tuple[int, Tensor]]:
         """Index of each output of the call that the stage returns, and a tensor like its gradient here."""
-        values = {spec.index: node.meta["val"] for spec, node in self.placeholders if spec.kind == "tangent"}
+        known = self.pieces.placeholders()
+        values = {spec.index: value for spec, _, value in known if spec.kind == "tangent"}
         return [(whole, values[i]) for i, whole in enumerate(self.graph.outputs) if i in values]
 
     def received(self) -> list[list[Crossing]]:
         """Per piece what comes from the stage before, in this rank's shapes."""
-        first = len(self.graph.inputs)
-        return [self._crossings(p, "input", first, self.graph.received) for p in self.programs]
+        return self._crossings("input", len(self.graph.inputs), self.graph.received)
 
     def sent(self) -> list[list[Crossing]]:
         """Per piece what goes to the stage after, in this rank's shapes. Without a gradient the shape is not needed."""
-        first = len(self.graph.outputs)
-        return [self._crossings(p, "tangent", first, self.graph.sent) for p in self.programs]
+        return self._crossings("tangent", len(self.graph.outputs), self.graph.sent)
 
-    def _crossings(
-        self, program: RankProgram, kind: str, first: int, known: Sequence[Crossing]
-    ) -> list[Crossing]:
-        pairs = zip(program.inputs, _placeholders(program), strict=True)
-        shapes = {spec.index: tuple(node.meta["val"].shape) for spec, node in pairs if spec.kind == kind}
-        return [
-            replace(crossing, shape=shapes.get(index, crossing.shape))
-            for index, crossing in enumerate(known, first)
-        ]
+    def _crossings(self, kind: str, first: int, known: Sequence[Crossing]) -> list[list[Crossing]]:
+        def of(piece: int) -> list[Crossing]:
+            looks = self.pieces.placeholders(piece)
+            shapes = {spec.index: tuple(value.shape) for spec, _, value in looks if spec.kind == kind}
+            return [replace(one, shape=shapes.get(i, one.shape)) for i, one in enumerate(known, first)]
+
+        return list(map(of, range(self.pieces.count)))
 
 
 class StageRun(PiecesRun):
@@ -71,13 +61,10 @@ class StageRun(PiecesRun):
 
     A step: `start`, forward and backward of all pieces in any order, `finish`."""
 
-    def __init__(self, stage: StageOnRank, compile_: Compiler) -> None:
-        parts = [pieces_of(program, stage.graph.joint.pieces) for program in stage.programs]
-        if compile_.joins:
-            parts = [one.joined() for one in parts]
-        super().__init__(parts, compile_)
+    def __init__(self, stage: StageOnRank) -> None:
+        super().__init__(stage.pieces.codes)
         self._at = StageEnds.of(stage.graph)
-        self._placeholders = [node.name for _, node in stage.placeholders]
+        self._placeholders = [name for _, name, _ in stage.pieces.placeholders()]
         self._kept: dict[int, list[Any]] = {}
 
     def start(self, leaves: Mapping[Leaf, Tensor], tangents: Mapping[int, Tensor]) -> None:
@@ -98,11 +85,18 @@ class StageRun(PiecesRun):
 
     def backward_input(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
         self.known.update(zip(self._at.returned, returned, strict=True))
-        results = self.parts[piece].results
-        first = [name for place in self._at.given_back if (name := results[place]) is not None]
         kept = self._kept.pop(piece)
-        self._kept[piece] = self.pieces[piece].backward_input(self.known, kept, first)
+        self._kept[piece] = self.pieces[piece].backward_input(self.known, kept, self._first(piece))
         return self._taken(piece, self._at.given_back)
+
+    def _first(self, piece: int) -> list[str]:
+        """Names of the gradients that are sent to the stage before."""
+        results = self.parts[piece].results
+        return [name for place in self._at.given_back if (name := results[place]) is not None]
+
+    def prepare_for(self, schedule: str) -> None:
+        """Compiles all that steps may run by a schedule."""
+        self.prepare(self._first(0) if schedule == "zero_bubble" else None)
 
     def backward_weight(self, piece: int) -> None:
         self.pieces[piece].backward_weight(self.known, self._kept.pop(piece))
@@ -117,10 +111,6 @@ class StageRun(PiecesRun):
     def _taken(self, piece: int, places: Sequence[int]) -> list[Tensor]:
         names = [self.parts[piece].results[place] for place in places]
         return [self.known[name] for name in names if name is not None]
-
-
-def _placeholders(program: RankProgram) -> list[fx.Node]:
-    return [node for node in program.local.module.graph.nodes if node.op == "placeholder"]
 
 
 class PipelineStage:

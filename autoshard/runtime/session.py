@@ -160,7 +160,7 @@ class Session:
         ready = self._sized.added(making, whole(), sized, lambda: plan) if is_first else None
         if is_first and ready is None and sized is not None and self.settings.dynamic:
             _log.warning(
-                "every size has a program of its own: the plan is of pieces, stages or parts of given sizes"
+                "every size has a program of its own: the plan has a head in pieces, or parts of given sizes"
             )
         return self._executable(whole(), programs, key, guards)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
+from autoshard.plan.sized_parts import is_for_sizes
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.executable import Home, MadeAhead, Running
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call
 from autoshard.runtime.module import Mode
-from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, is_for_sizes, sized_program
-from autoshard.runtime.step import PhaseCode, Program
+from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, sized_program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
@@ -42,13 +43,14 @@ def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
 
 @dataclass
 class SizedCall:
-    """A call captured with symbols. guards: what its graph depends on in the model. failures: to make a program of it,
-    the same on all ranks."""
+    """A call captured with symbols. guards: what its graph depends on in the model. fixes: which of its sizes the model
+    fixes, as one that is unrolled over a sequence does. failures: to make a program of it, the same on all ranks."""
 
     names: SizeNames
     captured: Captured
     joint: SizedJoint
     guards: Guards
+    fixes: Sequence[bool]
     programs: list[SizedProgram] = field(default_factory=list)
     failures: int = 0
 
@@ -58,7 +60,7 @@ class SizedCall:
         """(the program for these shapes, their sizes)."""
         if not self.programs or (values := self.names.values(shapes)) is None or not self.guards.hold():
             return None
-        fits = lambda one: one.inputs == layouts and one.at(values) is not None
+        fits = lambda one: one.inputs == layouts and one.found(values) is not None
         return next(((one, values) for one in self.programs if fits(one)), None)
 
     def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
@@ -93,28 +95,24 @@ class AtSizes(MadeAhead):
         self._around = Around(turns_of(home.watch, self._kind), Checks(sized.captured.call))
         code = program.at(values)
         assert code is not None
-        self._alone, self._ends = code.alone, code.ends
-        super().__init__(Running(sized.captured, code.ends, self._run(code), program.plan), None)
+        self._alone = partial(code.alone, home, self._around)
+        run = code.program(home, self._around)
+        super().__init__(Running(sized.captured, code.ends, run, program.plan), None)
         self._is_final = code.backend == home.settings.backend
 
-    def _run(self, code: PhaseCode) -> CallProgram:
-        home = self._home
-        sides, rank = self._ends.inputs, home.mesh.get_rank()
-        return Program(code, sides, home.spec, rank, home.observers, self._around)
-
     def next(self) -> Running:
-        if not self._is_final and (code := self._compiled()) is not None:
-            self.running, self._is_final = replace(self.running, program=self._run(code)), True
+        if not self._is_final and (program := self._compiled()) is not None:
+            self.running, self._is_final = replace(self.running, program=program), True
         return self.running
 
-    def _compiled(self) -> PhaseCode | None:
+    def _compiled(self) -> CallProgram | None:
         """None: not yet."""
         self._calls += 1
         home, backend = self._home, self._home.settings.backend
         self._program.called(home, self._kind)
         code = self._program.at(self._values)
         if code is not None and code.backend == backend:
-            return code
+            return code.program(home, self._around)
         if not self._program.is_settled or self._calls <= MOST_EAGER:
             return None
         with home.stages("compiling the plan", (self._kind, backend)):
@@ -163,12 +161,14 @@ class SizedCalls:
         assert sized is not None
         plan, program = planned(), None
         if is_for_sizes(plan):
-            program = sized_program(call, self._programs, sized.call.joint, sized.values, plan)
+            known = sized.call.programs
+            program = sized_program(call, self._programs, sized.call.joint, sized.values, plan, known)
         if program is None:
             sized.call.failures += 1
             return None
-        sized.call.programs.append(program)
-        self._programs += 1
+        if program.number == self._programs:  # a new one
+            sized.call.programs.append(program)
+            self._programs += 1
         return AtSizes(call.home, whole, sized.call, program, sized.values)
 
     def ready(self, home: Home, whole: GlobalCall | None) -> AtSizes | None:
@@ -214,6 +214,8 @@ class SizedCalls:
             try:
                 found = self._with_symbols(model, names, known.first, shapes, capture)
                 known.sized.append(found[1].call)
+                # Other lengths of what is unrolled have graphs of their own, each for all batches.
+                known.attempts += any(found[1].call.fixes) and not all(found[1].call.fixes)
                 return found
             except Exception as error:  # whatever code says to a number that is a symbol
                 level = logging.DEBUG if plain is None else logging.WARNING
@@ -239,7 +241,8 @@ class SizedCalls:
         if replace(captured.call, key=before.call.key) != before.call:
             raise SizesLost("what the call returns or changes depends on them")
         joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-        sized = SizedCall(names, captured, joint, Guards(model, captured.reads))
+        fixes = symbolic.symbols.are_fixed
+        sized = SizedCall(names, captured, joint, Guards(model, captured.reads), fixes)
         found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found

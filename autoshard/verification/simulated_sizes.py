@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
+from autoshard.plan.plan_fits import planned_graph
+from autoshard.plan.sized_parts import InSymbols, SizedPlan, is_for_sizes
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
-from autoshard.runtime.sized_programs import SizedCode, SizedProgram, is_for_sizes
-from autoshard.verification.simulated_step import rank_programs
+from autoshard.runtime.sized_code import SizedCode, SizedPhases
+from autoshard.runtime.sized_pieces import LoweredPiece, SizedPieces
+from autoshard.runtime.sized_programs import Agreed, with_code
+from autoshard.verification.simulated_step import StagePrograms
 from passes.capture import Captured
 from passes.compile.compile_graph import Compiled
-from passes.ir.torch_sizes import Evaluation, SizeSymbols, evaluation, symbolic_sizes
+from passes.ir.torch_sizes import evaluation, symbolic_sizes
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.plan.planned_graph import PlannedGraph
-from passes.plan.sized_plan import in_symbols
+from passes.micro_batches.cut_batch import cut_for_stages
+from passes.micro_batches.sized_piece import PieceSizes
 from passes.simulate.lockstep import simulated_groups
+from passes.stages.stage_graph import StageGraph
 
 _log = logging.getLogger("autoshard")
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What runs a call on every rank, of the graph `captured`. by: "a program for all sizes", or of these alone."""
+    """What runs a call on every rank, of the graph `captured`. programs: as of `step_errors`, where they are for all
+    sizes. by: "a program for all sizes", or of these alone."""
 
     captured: Captured
     plan: Plan
-    programs: Sequence[RankProgram]
+    programs: StagePrograms | None
     by: str
 
 
@@ -50,8 +56,9 @@ class SimulatedSizes:
     planned: Callable[[Captured, GlobalCall], Plan]
     most: int = 100
     calls: SizedCalls = field(default_factory=SizedCalls)
-    codes: list[list[tuple[SizedCode, Evaluation]]] = field(default_factory=list[Any])
-    """Of every program, of every rank, with what it takes at sizes."""
+    _programs: int = 0
+    codes: dict[int, list[list[Agreed]]] = field(default_factory=dict[int, list[list[Agreed]]])
+    """By the first of them, of every stage and rank."""
 
     def runs(self, whole: GlobalCall, capture: CaptureAs) -> Runs:
         """capture: of that call."""
@@ -60,39 +67,58 @@ class SimulatedSizes:
             sized, program, sizes = known
             there = sized.at(whole.shapes)
             assert there is not None, "what the graph asks, its program asks too"
-            programs = [_at(code, evaluate(sizes)) for code, evaluate in self.codes[program.number]]
-            return Runs(there[0], program.plan, programs, ALL_SIZES)
+            by_piece = [self._at(*one) for one in program.found(sizes) or ()]
+            return Runs(there[0], program.plan, list(zip(*by_piece, strict=True)), ALL_SIZES)
         captured, sized = self.calls.captured(self.model, whole, capture)
         plan = self.planned(captured, whole)
-        programs = rank_programs(captured.joint, plan)[0]
-        if sized is not None and is_for_sizes(plan) and len(self.codes) < self.most:
-            self._add(sized, plan, whole)
-        return Runs(captured, plan, programs, ALONE)
+        if sized is not None and is_for_sizes(plan) and self._programs < self.most:
+            self._add(sized, captured, plan, whole)
+        return Runs(captured, plan, None, ALONE)
 
-    def _add(self, sized: SizedAt, plan: Plan, whole: GlobalCall) -> None:
+    def _at(self, first: Agreed, values: Sequence[int]) -> list[list[RankProgram]]:
+        """Of a piece, the program of every stage and rank."""
+        at = lambda one: one.code.rank_program(one.numbers(values))
+        return [list(map(at, ranks)) for ranks in self.codes[id(first)]]
+
+    def _add(self, sized: SizedAt, captured: Captured, plan: Plan, whole: GlobalCall) -> None:
         """`autoshard.runtime.sized_programs.sized_program`, of all ranks; nothing is compiled."""
-        sizes, mesh, groups = sized.values, plan.mesh, simulated_groups(plan.mesh)
+        known, graph = sized.call.programs, planned_graph(captured, plan)
+        base = cut_for_stages(graph, plan.micro_batches) if plan.axis else graph
         try:
-            with symbolic_sizes():
-                symbols = SizeSymbols(sizes)
-                joint = sized.call.joint.at(sizes, symbols)
-                assert joint is not None
-                planned = PlannedGraph(in_symbols(plan.records, joint, mesh))
-                programs = [rank_program(joint, planned, mesh, r, groups) for r in range(mesh.device_count)]
-                ends = CallEnds((), ())
-                codes = [SizedCode(one, ends, symbols, compile_as=_uncompiled) for one in programs]
+            planned = SizedPlan.of(sized.call.joint, sized.values, plan, captured.joint, base)
+            make = lambda index, piece: self._made(planned, index, piece)
+            made = with_code(self._programs, planned, whole.layouts, known, make)
         except Exception as error:  # a pass that wants numbers
             _log.debug("no program for all sizes: %s", error)
             return
-        made = [(code, evaluation(len(sizes), codes[-1].holds, code.codes)) for code in codes]
-        sized.call.programs.append(SizedProgram(len(self.codes), plan, whole.layouts, made[0]))
-        self.codes.append(made)
+        if made is not None and made.number == self._programs:
+            known.append(made)
+            self._programs += 1
+
+    def _made(self, planned: SizedPlan, index: int, piece: PieceSizes) -> Agreed:
+        with symbolic_sizes():
+            one = planned.of_piece(index, piece)
+            codes = [_codes(graph, plan, one) for graph, plan in one.stages]
+        holds = codes[-1][-1].holds  # all have the same symbols
+        of = lambda code: Agreed(code, evaluation(len(piece.values), holds, code.codes))
+        agreed = [list(map(of, ranks)) for ranks in codes]
+        self.codes[id(agreed[0][0])] = agreed
+        return agreed[0][0]
 
 
-def _uncompiled(module: fx.GraphModule, symbols: SizeSymbols, backend: str) -> tuple[Compiled, list[Any]]:
+def _codes(graph: StageGraph, plan: Plan, one: InSymbols) -> list[SizedCode]:
+    """Of a stage, on every rank."""
+    mesh, groups, ends = plan.mesh, simulated_groups(plan.mesh), CallEnds((), ())
+    found: list[SizedCode] = []
+    for rank in range(mesh.device_count):
+        program = rank_program(graph.joint, plan.planned, mesh, rank, groups)
+        if graph.joint.pieces == 1:
+            found.append(SizedPhases(program, ends, one.symbols, compile_as=_uncompiled))
+        else:
+            lowered = LoweredPiece([program], graph.joint.pieces, ends)
+            found.append(SizedPieces(lowered, one.symbols, compile_as=_uncompiled))
+    return found
+
+
+def _uncompiled(*_: Any) -> tuple[Compiled, list[Any]]:
     return list, []
-
-
-def _at(code: SizedCode, numbers: Sequence[Any] | None) -> RankProgram:
-    assert numbers is not None
-    return replace(code.program, split=code.graphs(numbers)[0])

@@ -35,6 +35,10 @@ def rank_programs(joint: JointGraph, plan: Plan) -> list[list[RankProgram]]:
     ]
 
 
+StagePrograms = Sequence[Sequence[Sequence[RankProgram]]]
+"""Of every stage, piece and rank."""
+
+
 def usual_tangents(joint: JointGraph, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`values` of the placeholders of `joint`, with 0 as gradients of outputs that get none in a usual step."""
     missing = missing_tangents(joint)
@@ -48,11 +52,11 @@ def step_errors(
     values: Sequence[Tensor],
     wanted: Sequence[Tensor | None],
     least: Sequence[float],
-    programs: Sequence[RankProgram] | None = None,
+    programs: StagePrograms | None = None,
 ) -> dict[str, float]:
     """Relative error by result. joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole.
-    wanted: its results. least: per result, the least scale that an error is relative to. programs: of every rank, of a
-    whole batch and one stage; None: those of the plan.
+    wanted: its results. least: per result, the least scale that an error is relative to. programs: of every stage,
+    piece and rank; None: those of the plan.
 
     All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
     """
@@ -60,8 +64,9 @@ def step_errors(
     known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
     graphs = stage_graphs(joint, plan.cut) if plan.axis else (StageGraph.only(joint),)
     stages = list(zip(graphs, plan.stages, strict=True))
-    given = None if programs is None else [programs]
-    found = simulate_stages([_in_lockstep(graph, stage, known, mesh, given) for graph, stage in stages], mesh)
+    given = [None] * len(stages) if programs is None else programs
+    runs = [_in_lockstep(*pair, known, mesh, ours) for pair, ours in zip(stages, given, strict=True)]
+    found = simulate_stages(runs, mesh)
     layouts = [_layouts(graph, stage) for graph, stage in stages]
     results: list[Held | None] = []
     for spec in joint.outputs:

@@ -18,8 +18,9 @@ from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.planning import autocast_as, canonical_capture
 from autoshard.runtime.module import original_forward
 from autoshard.verification.part_errors import Divergence, Watcher
-from autoshard.verification.simulated_sizes import ALL_SIZES, SimulatedSizes
+from autoshard.verification.simulated_sizes import SimulatedSizes
 from autoshard.verification.simulated_step import (
+    StagePrograms,
     full_float32,
     held_values,
     rank_programs,
@@ -37,7 +38,6 @@ from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.op_traits import draws, is_cast
 from passes.ir.process_state import random_state_kept
 from passes.ir.size_names import resized_shapes
-from passes.lower.rank_program import RankProgram
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
 from passes.simulate.lockstep import simulate
@@ -121,8 +121,7 @@ def verify(
     first = _whole(call)
     capture = lambda args, kwargs, **given: _captured(model, plan, (args, kwargs), autocast, **given)
     runs = SimulatedSizes(model, lambda captured, whole: plan)
-    is_whole = not plan.axis and plan.micro_batches == plan.head_pieces == 1
-    if is_whole:
+    if plan.head_pieces == 1:
         runs.runs(first, partial(capture, *call))
     errors = dict(report.errors)
     for named in sizes:
@@ -131,8 +130,8 @@ def verify(
         drawn = [_drawn(*pair, seed) for pair in zip(tensors, shapes, strict=True)]
         at_size = unflatten(key.tree, drawn)
         runs.planned = lambda captured, whole, there=there: there
-        ran = runs.runs(_whole(at_size), partial(capture, *at_size)) if is_whole else None
-        programs = ran.programs if ran is not None and ran.by == ALL_SIZES else None
+        own = plan.head_pieces > 1
+        programs = None if own else runs.runs(_whole(at_size), partial(capture, *at_size)).programs
         found = _verified(model, there, at_size, seed, autocast, programs)
         said = ", ".join(f"{name} {size}" for name, size in named.items())
         errors |= {f"{name} at {said}": error for name, error in found.errors.items()}
@@ -167,9 +166,9 @@ def _verified(
     call: Arguments,
     seed: int,
     autocast: torch.dtype | None,
-    programs: Sequence[RankProgram] | None = None,
+    programs: StagePrograms | None = None,
 ) -> VerifyReport:
-    """programs: that run in place of the plan's own, of every rank."""
+    """programs: that run in place of the plan's own."""
     args, kwargs = call
     captured = _captured(model, plan, call, autocast)
     planned = planned_graph(captured, plan)

@@ -206,9 +206,9 @@ class SizedJoint:
         self._evaluate = numbers.evaluation(count)
 
     def at(self, sizes: Sequence[int], symbols: SizeSymbols | None = None) -> JointGraph | None:
-        """None for sizes of which something does not hold that the graph was made under. symbols: of these sizes, in
-        which the graph then is."""
-        given: Sequence[Any] = sizes if symbols is None else symbols.sizes
+        """None for sizes of which something does not hold that the graph was made under. symbols: in which the graph
+        then is; the first are of these sizes."""
+        given: Sequence[Any] = sizes if symbols is None else symbols.sizes[: len(sizes)]
         numbers = self._evaluate(given)
         if numbers is None:
             return None

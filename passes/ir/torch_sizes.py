@@ -49,6 +49,11 @@ class SizeSymbols:
         pairs = zip(self._symbols, hints, strict=True)
         self.sizes: list[Any] = [self.env.create_symintnode(symbol, hint=hint) for symbol, hint in pairs]
 
+    @property
+    def are_fixed(self) -> list[bool]:
+        """Whether each turned out to be always the same."""
+        return [not isinstance(fixed(size), SYMBOLIC) for size in self.sizes]
+
     def known(self) -> Iterator[Any]:
         """What holds of the sizes of a graph, in torch's expressions."""
         if self.env.deferred_runtime_asserts:
@@ -97,6 +102,12 @@ def marked_dims(tensor: torch.Tensor) -> frozenset[int]:
 def expression_of(number: Any) -> Any:
     """How a symbolic number is computed; what is computed alike has equal ones. Since 2.0."""
     return number.node.expr
+
+
+def same_number(one: Any, two: Any) -> bool:
+    """Whether two numbers are the same for all sizes; nothing is asked of these. Since 2.0."""
+    first, second = (n.node.expr if isinstance(n, SYMBOLIC) else n for n in (one, two))
+    return bool(first - second == 0)
 
 
 def fixed(number: Any) -> Any:

@@ -216,14 +216,14 @@ class _Split:
     def _given(self, node: fx.Node) -> PieceInput:
         if not is_piece(node):
             return PieceInput(self._name(node))
-        dim, start, length = (int(argument) for argument in node.args[1:])  # type: ignore[arg-type]
-        return PieceInput(self._part(node), (dim, start, length))
+        dim, start, length = node.args[1:]
+        return PieceInput(self._part(node), (dim, start, length))  # type: ignore[arg-type]
 
     def _collected(self, node: fx.Node) -> Collected:
         if not is_collect(node):
             return Collected(self._name(node), "own")
         how, dim, start, length = node.args[1:]
-        return Collected(self._name(node), str(how), int(dim), int(start), int(length))  # type: ignore[arg-type]
+        return Collected(self._name(node), str(how), dim, start, length)  # type: ignore[arg-type]
 
     def _before(self, made: Sequence[fx.Node]) -> tuple[tuple[str, ...], fx.GraphModule]:
         ops = [node for node in self.ops if _runs(node) == "before"]

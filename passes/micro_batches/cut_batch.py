@@ -29,15 +29,26 @@ def cut_batch(joint: JointGraph, count: int, *, sizes_only: bool = False) -> Joi
     """
     if count == 1:
         return joint
-    check_long_enough(joint, count)
-    plain = without_uses(without_usually_missing(joint))
-    times = find_run_times(plain, count)
-    check_cut(plain, times)
+    plain, times = when_cut(joint, count)
     first, *others = (
         in_pieces(plain, times, index)
         for index in (_first_of_each_size(plain, times) if sizes_only else range(count))
     )
     return replace(first, others=tuple(others))
+
+
+def when_cut(joint: JointGraph, count: int) -> tuple[JointGraph, RunTimes]:
+    """A graph as it is cut, and what of it runs in `count` pieces. Raises Uncut."""
+    check_long_enough(joint, count)
+    plain = plain_graph(joint)
+    times = find_run_times(plain, count)
+    check_cut(plain, times)
+    return plain, times
+
+
+def plain_graph(joint: JointGraph) -> JointGraph:
+    """The graph that is cut: the loss alone gets a gradient, and every reader reads the value itself."""
+    return without_uses(without_usually_missing(joint))
 
 
 def _first_of_each_size(joint: JointGraph, times: RunTimes) -> list[int]:
@@ -50,16 +61,7 @@ def _first_of_each_size(joint: JointGraph, times: RunTimes) -> list[int]:
 
 def _cut_sizes(joint: JointGraph, times: RunTimes) -> Iterator[tuple[int, ...]]:
     """Per dim that is cut the sizes that pieces have of it."""
-    mesh = time_mesh(times.count)
-    for node in joint.graph.nodes:
-        if node.name not in times.layouts:
-            continue
-        layouts = times.layouts[node.name]
-        shapes = [*(tuple(node_value(n).shape) for n in tensor_operands(node)), *result_shapes(node)]
-        for shape, layout in zip(shapes, (*layouts.operands, *layouts.results), strict=True):
-            dim = layout.dim_of(TIME)
-            if dim is not None:
-                yield layout.split_sizes(shape, mesh, dim)
+    return (layout.split_sizes(shape, times.mesh, dim) for shape, layout, dim in times.cut(joint))
 
 
 def cut_for_stages(joint: JointGraph, count: int, *, sizes_only: bool = False) -> JointGraph:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.layout.layout import Layout
 from passes.lower.op_on_rank import OpOnRank
 from passes.micro_batches.run_times import RunTime, RunTimes
-from passes.micro_batches.time_axis import TIME, time_mesh
+from passes.micro_batches.time_axis import TIME
 from passes.rules.core.rule_registry import rule_for
 
 
@@ -69,9 +68,9 @@ class PieceWriter:
     calls: FakeCalls = field(default_factory=FakeCalls)
     made: dict[fx.Node, Any] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def mesh(self) -> MeshSpec:
-        return time_mesh(self.times.count)
+        return self.times.mesh
 
     def written(self, **changed: Any) -> JointGraph:
         erase_dead(self.graph)

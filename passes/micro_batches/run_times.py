@@ -13,7 +13,7 @@ in pieces nothing: so the search, the one that layouts have, leaves out of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,11 +53,23 @@ _SEARCH_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunTimes:
-    """of: op -> when it runs. layouts: of the ops that run in pieces, over time. count: of pieces."""
+    """of: op -> when it runs. layouts: of the ops that run in pieces, over `mesh`: the pieces, unless it is said what
+    else (`passes.micro_batches.sized_piece`). count: of pieces."""
 
     of: Mapping[str, RunTime]
     layouts: Mapping[str, NodeLayouts]
     count: int
+    mesh: MeshSpec
+
+    def cut(self, joint: JointGraph) -> Iterator[tuple[tuple[int, ...], Layout, int]]:
+        """Of all that is cut in time the shape, the layout, and the dim."""
+        for node in joint.graph.nodes:
+            if (layouts := self.layouts.get(node.name)) is None:
+                continue
+            shapes = [*(tuple(node_value(n).shape) for n in tensor_operands(node)), *result_shapes(node)]
+            for shape, layout in zip(shapes, (*layouts.operands, *layouts.results), strict=True):
+                if (dim := layout.dim_of(TIME)) is not None:
+                    yield shape, layout, dim
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ def find_run_times(joint: JointGraph, count: int, weights: Weights = OF_A_BATCH)
         if name in labels.ops
     }
     layouts = {name: label.layouts for name, label in chosen.items() if label.time == "piece"}
-    return RunTimes({name: label.time for name, label in chosen.items()}, layouts, count)
+    return RunTimes({name: label.time for name, label in chosen.items()}, layouts, count, time_mesh(count))
 
 
 def piece_strategies(joint: JointGraph, count: int) -> Callable[[fx.Node], list[NodeLayouts]]:

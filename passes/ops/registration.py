@@ -84,12 +84,12 @@ operator(
     lambda kept, again: torch.empty_like(kept),
 )
 operator(
-    "piece(Tensor x, int dim, int start, int length) -> Tensor",
+    "piece(Tensor x, int dim, SymInt start, SymInt length) -> Tensor",
     lambda x, dim, start, length: x.narrow(dim, start, length).clone(),
     lambda x, dim, start, length: x.new_empty(_resized(x, dim, length)),
 )
 operator(
-    "collect(Tensor x, str how, int dim, int start, int length) -> Tensor",
+    "collect(Tensor x, str how, int dim, SymInt start, SymInt length) -> Tensor",
     _collect,
     lambda x, how, dim, start, length: (
         x.new_empty(_resized(x, dim, length)) if how == "cat" else torch.empty_like(x)

@@ -14,9 +14,10 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
 from passes.ir.torch_sizes import SYMBOLIC, SizesLost, counts_as
 from passes.layout.layout import Halo, Layout, NodeLayouts, Span, spans_of
-from passes.plan.planned_graph import NodeRecord, OperandRecord, Reshard
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
+from passes.states.compute_again import compute_again
 from passes.strategies.strategies import enumerate_strategies
 
 Place = tuple[str, int]
@@ -25,9 +26,10 @@ Pair = tuple[Layout, Layout]
 """A layout in numbers, and in symbols."""
 
 
-def in_symbols(records: Sequence[NodeRecord], joint: JointGraph, mesh: MeshSpec) -> tuple[NodeRecord, ...]:
+def in_symbols(planned: PlannedGraph, joint: JointGraph, mesh: MeshSpec) -> tuple[NodeRecord, ...]:
     """The records of a plan at sizes that the symbols of `joint` count as: every layout follows again from how its op
     is split, and from what is read of its results. SizesLost where it does not."""
+    records, joint = planned.nodes, compute_again(joint, planned.again)
     known = {record.name: record for record in records}
     read: defaultdict[Place, list[Pair]] = defaultdict(list)
     found: dict[str, NodeLayouts] = {}

@@ -15,8 +15,12 @@ from torch.distributed.tensor import Shard
 
 import autoshard.runtime.session as sessions
 from autoshard import MeshSpec, Plan, find_plan
+from autoshard.global_call import GlobalCall
+from autoshard.planning import canonical_capture
 from autoshard.runtime.session import Session
+from autoshard.runtime.sized_calls import SizedCalls
 from benchmarks import soak
+from passes.capture import Captured
 from tests.api.programs import full, parallel, refusal
 from tests.plans.test_other_sizes import Net
 from tests.ranks import RankPool
@@ -134,7 +138,7 @@ def parallel_steps(
         session = Session.of(model)
         assert session is not None
         assert session.plan is not None
-        nodes = session.plan.planned.layouts.values()
+        nodes = [one for stage in session.plan.stages for one in stage.planned.layouts.values()]
         assert any(one.has_halo for node in nodes for one in (*node.operands, *node.results)) == split
         at_once = session._sized._programs
         found = steps(model, sizes, part)
@@ -155,9 +159,40 @@ COMPILED = [(8, 6), (4, 9), (6, 5), (6, 5), (2, 7), (10, 3), (5, 4)]
 UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 7)]
 
 
+PIECES = [(8, 6), (12, 9), (16, 5)]
+"""Even ones; uneven ones, of a single row, and fewer rows than pieces."""
+UNEVEN_PIECES = [*PIECES, (9, 4), (10, 5), (3, 7), (4, 6), (2, 4), (7, 3), (1, 5), (13, 2)]
+STAGES = {"micro_batches": 3, "stages": "dp"}
+
+
 @pytest.mark.parametrize(
     ("name", "world", "sizes", "options", "captures", "programs"),
     [
+        ("Counting", 2, PIECES, {"micro_batches": 2}, 2, 1),
+        ("Counting", 2, [(6, 6), (5, 9), (7, 4)], STAGES, 2, 1),
+        pytest.param("Counting", 2, UNEVEN_PIECES, {"micro_batches": 3}, 4, 5, marks=pytest.mark.slow),
+        pytest.param("Attending", 3, UNEVEN_PIECES, {"micro_batches": 2}, 4, 5, marks=pytest.mark.slow),
+        pytest.param(
+            "Attending", 2, UNEVEN_PIECES, {**STAGES, "schedule": "zero_bubble"}, 4, 5, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "Counting",
+            2,
+            [*PIECES, *PIECES],
+            {**STAGES, "backend": "aot_eager"},
+            2,
+            1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Counting",
+            2,
+            [*PIECES, *PIECES],
+            {"micro_batches": 2, "backend": "inductor", "tune": "off"},
+            2,
+            1,
+            marks=pytest.mark.slow,
+        ),
         ("Counting", 2, EVEN, {}, 2, 1),
         ("Counting", 2, EVEN[:2], {"dynamic": {"batch", "sequence"}}, 2, 1),
         pytest.param("Counting", 2, EVEN[:2], {"marked": True}, 2, 1, marks=pytest.mark.slow),
@@ -198,6 +233,49 @@ def test_losses_and_gradients_at_every_size(
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=f"at {size}")
         assert captured <= captures and 0 < made_programs <= programs, (captured, made_programs)
         assert at_once == (1 if "dynamic" in options or "marked" in options else 0)
+
+
+class Unrolled(nn.Module):
+    """A step for each position of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for now in x.unbind(1):
+            h = (self.mix(h) + now).tanh()
+        return h.square().sum()
+
+
+def test_what_is_unrolled_has_one_graph_for_each_length() -> None:
+    """At each batch size the same."""
+    model, calls = Unrolled().double(), SizedCalls()
+    captures: list[int] = []
+    for batch_size, length in [
+        (8, 6),
+        (4, 5),
+        (4, 7),
+        (4, 8),
+        (4, 9),
+        (6, 9),
+        (10, 7),
+        (9, 8),
+        (5, 6),
+        (7, 6),
+    ]:
+        args = (torch.ones(batch_size, length, 3, dtype=torch.float64),)
+        made: list[None] = []
+
+        def capture(args: Any = args, made: list[None] = made, **given: Any) -> Captured:
+            made.append(None)
+            return canonical_capture(model, args, {}, **given)
+
+        calls.captured(model, GlobalCall(args, {}, {}, (tuple(args[0].shape),)), capture)
+        captures.append(len(made))
+    # Of a new length one with symbols and one without, to compare; the first call is compared with.
+    assert captures == [1, 2, 2, 2, 2, 0, 0, 0, 1, 0]
 
 
 class Remembering(nn.Module):

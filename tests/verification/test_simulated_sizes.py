@@ -43,9 +43,17 @@ class Net(nn.Module):
         return self.out(self.words(words)).square().mean()
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"micro_batches": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"x": 2}, {}),
+        pytest.param({"x": 2}, {"micro_batches": 2}, marks=pytest.mark.slow),
+        pytest.param({"x": 2, "p": 2}, {"micro_batches": 2, "stages": "p"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_plan_is_verified_at_other_sizes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mesh: dict[str, int], options: dict[str, Any]
 ) -> None:
     by: list[str] = []
     real = simulated.SimulatedSizes.runs
@@ -57,10 +65,10 @@ def test_a_plan_is_verified_at_other_sizes(
 
     monkeypatch.setattr(verification.SimulatedSizes, "runs", noted)
     model, words = Net().double(), torch.randint(0, 12, (4, 6))
-    plan = find_plan(model, MeshSpec({"x": 2}), (words,), profile=slow_compute(), **options)
-    sizes = [{"batch": 8}, {"batch": 6}, {"batch": 3, "sequence": 1}]
+    plan = find_plan(model, MeshSpec(mesh), (words,), profile=slow_compute(), **options)
+    sizes = [{"batch": 8}, {"batch": 12}, {"batch": 3, "sequence": 1}]
     report = verify(model, plan, (words,), sizes=sizes)
-    assert report.ok and by == ([] if options else [ALONE, ALONE, ALL_SIZES, ALONE])
+    assert report.ok and by == [ALONE, ALONE, ALL_SIZES, ALONE]
     assert len(report.errors) == 4 * len(verify(model, plan, (words,)).errors)
     assert sum(name.endswith(" at batch 3, sequence 1") for name in report.errors) == len(report.errors) / 4
     plan.save(tmp_path / "plan.json")
