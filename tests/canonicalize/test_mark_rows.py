@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,20 +59,17 @@ ROUTINGS = {
 }
 
 
-def _call(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def routed_call(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weights = torch.randn(PAIRS, dtype=torch.float64, requires_grad=True)
     return torch.randn(*PAIRS[:2], WIDTH, dtype=torch.float64), ids, weights
 
 
-def test_ops_between_products_are_marked_and_end_in_sums() -> None:
-    joint = canonicalize(capture(Layer().double(), _call(ROUTINGS["random"]()), {}).joint)
+def test_ops_between_products_are_marked() -> None:
+    joint = canonicalize(capture(Layer().double(), routed_call(ROUTINGS["random"]()), {}).joint)
     (region,) = regions(joint.graph)
-    marked = {node.name: node.meta["rows"] for node in joint.graph.nodes if "rows" in node.meta}
-    ends = [name for name, rows in marked.items() if rows.pending == "sum"]
-    # tokens in the forward, their gradient and those of bias and weights in the backward
-    assert sorted(ends) == ["own_rows", "own_rows_1", "sum_rows", "sum_rows_1"]
     inside = {str(node.target).split(".")[1] for node in region.rows if "getitem" not in node.name}
     assert {"tanh", "cos", "add", "mul", "index", "split_with_sizes", "routed_mm"} <= inside
+    assert all("rows" in node.meta for node in region.rows if node.target is not operator.getitem)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +84,14 @@ def test_ops_between_products_are_marked_and_end_in_sums() -> None:
 )
 def test_experts_and_ranks_without_rows(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model, call = Layer().double(), _call(ROUTINGS["random"]())
+    model, call = Layer().double(), routed_call(ROUTINGS["random"]())
     pin: list[Placement] = [Shard(0) if axis == "ep" else Replicate() for axis in axes]
     pins: dict[str, list[Placement]] = dict.fromkeys(("up", "bias", "down"), pin)
     plan = find_plan(model, MeshSpec(axes), call, profile=slow_compute(1), constraints=pins)
     products = [node for node in plan.planned.nodes if node.op == "routed_mm"]
     assert all(("ep", "routed") in product.results[0].layout.partial for product in products)
     for name, routing in ROUTINGS.items():
-        report = verify(model, plan, _call(routing()))
+        report = verify(model, plan, routed_call(routing()))
         assert report.ok, f"{name}: {report}"
         assert report.max_error < 1e-12, name
 

@@ -26,9 +26,14 @@ def is_by_rows(node: fx.Node, shape: Sequence[int]) -> bool:
 
 
 def has_rows(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether the first dims are of `shape`."""
+    """Whether the first dims are of `shape`. Numbers are compared before symbols, of which it would be a question."""
     value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and tuple(value.shape[: len(shape)]) == tuple(shape)
+    if not isinstance(value, torch.Tensor) or value.ndim < len(shape):
+        return False
+    pairs = sorted(
+        zip(value.shape, shape, strict=False), key=lambda pair: sum(type(n) is not int for n in pair)
+    )
+    return all(a == b for a, b in pairs)
 
 
 def rows_through(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> tuple[Rows | None, ...] | None:
