@@ -63,9 +63,12 @@ def started_alone(problem: Problem, kinds: CostKinds, seconds: Sequence[float]) 
 
 STAGES = 4
 """Problems solved for one bound: each forbids reductions with smaller starts than the one before."""
-WITHOUT_GAP = 0.15
-"""Relative gap of searches without the reductions that have a start: as a rule a step takes far longer then."""
+WITHOUT_GAPS = 0.3, 0.15
+"""Relative gaps of searches without the reductions that have a start. As a rule a step takes far longer then, and the
+first, to which messages alone come, says enough: the second took a GPT of two layers on 4 CPUs four times its planning.
+"""
 LITTLE = 1e-6
+"""Of a start, added to the price of a collective: too little to change which way is the cheapest."""
 _SIZES = tuple(2**k for k in range(8, 31, 2))
 
 
@@ -99,9 +102,14 @@ class BucketStarts:
 
         least: nor does any without. own: starts of the best choice. left: seconds for a search.
         """
-        solved = lambda seconds: solve_overlapped(
-            self.without(problem, seconds), kinds, time_limit=left(), relative_gap=WITHOUT_GAP
-        )
+
+        def solved(seconds: float) -> Solution:
+            others = self.without(problem, seconds)
+            within = lambda gap: solve_overlapped(others, kinds, time_limit=left(), relative_gap=gap)
+            rough, close = WITHOUT_GAPS
+            found = within(rough)
+            return found if found.lower_bound >= least + own else within(close)
+
         return self.bound(least, least + own, solved)
 
     def bound(self, least: float, aim: float, solved: Callable[[float], Solution]) -> float:
