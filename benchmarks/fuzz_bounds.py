@@ -67,9 +67,8 @@ class Program:
     pinned: bool
 
 
-NEEDS, NONE, COUNTED, DO = "any plan needs", "no plan fits", "seconds, as counted", "limits that would do"
-TIMED = "(seconds counted, and programs)"
-"""Not claimed: programs may overlap better than is counted."""
+NEEDS, NONE, COUNTED, TIMED = "any plan needs", "no plan fits", "seconds, as counted", "seconds, of programs"
+DO = "limits that would do"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Examined:
     @property
     def under(self) -> list[Held]:
         """Bounds that do not hold."""
-        return [one for one in self.held if one.is_under and one.kind != TIMED]
+        return [one for one in self.held if one.is_under]
 
     def close(self) -> Examined:
         """With what the bounds of bytes are held against."""
@@ -261,7 +260,7 @@ HEADER = f"| {' | '.join(_COLUMNS)} |\n{'| --- ' * len(_COLUMNS)}|"
 
 def table(cases: Sequence[Examined]) -> str:
     lines = [HEADER]
-    for kind in (NEEDS, NONE, COUNTED, DO, TIMED):
+    for kind in (NEEDS, NONE, COUNTED, TIMED, DO):
         held = [one for case in cases for one in case.held if one.kind == kind]
         if held:
             near = [one.nearest / one.bound for one in held]

@@ -14,8 +14,11 @@ from autoshard.plan.task import Task
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
-from passes.lower.rank_program import rank_program
+from passes.lower.phases import Phases
+from passes.lower.piecewise import split_pieces
+from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.planned_graph import PlannedGraph
+from passes.predict.predict_program import alone
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
@@ -115,18 +118,29 @@ def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
     takes longer than to time them."""
     joint, mesh, prices = replace(task.joint, device=CPU), task.mesh, task.prices
     program = rank_program(joint, candidate.planned, mesh, 0, simulated_groups(mesh))
-    work = step_work(program.usual(), prices, simulated_group_axes)
+    works = [step_work(phases, prices, simulated_group_axes) for phases in _phases(program, joint.pieces)]
+    kernels, collectives = (
+        [case for one in of for case in one]
+        for of in zip(*((w.kernels, w.collectives) for w in works), strict=True)
+    )
     known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
     # Collectives are few and their prices the furthest off; kernels are timed from this share of a step on.
     worth = 5e-4 * candidate.seconds
-    kernels = (case for case in work.kernels if case.seconds >= worth and case.key not in known)
+    new = (case for case in kernels if case.seconds >= worth and case.key not in known)
     untimed = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes) != "timed"
-    collectives = filter(untimed, work.collectives)
-    longest = sorted(work.kernels, key=lambda case: -case.seconds)
+    longest = sorted(kernels, key=lambda case: -case.seconds)
     again = {case.key: case for case in longest if case.key in known and not case.group}
-    unknown = sorted([*kernels, *collectives], key=lambda case: -case.seconds)
-    instead = filter(untimed, other_ways(work.collectives, mesh))
+    unknown = sorted([*new, *filter(untimed, collectives)], key=lambda case: -case.seconds)
+    instead = filter(untimed, other_ways(collectives, mesh))
     return Cases(unknown, tuple(again.values())[:AGAIN], tuple(instead))
+
+
+def _phases(program: RankProgram, pieces: int) -> list[Phases]:
+    """What runs, once or for each piece."""
+    if pieces == 1:
+        return [program.usual()]
+    parts = split_pieces(program)
+    return [alone(parts.before), parts.piece.usual(), alone(parts.after)]
 
 
 def with_times(before: TimedPrices, times: TimedPrices) -> TimedPrices:

@@ -54,7 +54,11 @@ class Phases:
 
 @collector_paused()
 def split_phases(
-    module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+    module: fx.GraphModule,
+    inputs: Sequence[GraphInput],
+    outputs: Sequence[GraphOutput],
+    *,
+    fused: bool = True,
 ) -> Phases:
     """Forward and backward of one rank's joint graph; `inputs` and `outputs` say what its ends mean.
 
@@ -63,13 +67,14 @@ def split_phases(
     others of the group wait for. So a collective that only gradients depend on (ZeRO-3's second gather of
     a weight) stays in the backward, and none ever runs twice. The order of those that nothing reads is
     for `passes.schedule.overlap`. Values that both need are saved, or computed again from others that are, at
-    the fewest bytes (`passes.lower.recompute`). No output aliases an input or another output.
+    the fewest bytes (`passes.lower.recompute`). No output aliases an input or another output. fused: whether a compiler
+    joins kernels, so that what is computed again is stored nowhere.
 
     `module` is left as it is.
     """
     joint = _Joint(with_sorted_rows(module), inputs, outputs)
     forward_inputs = tuple(i for i in joint.inputs if i.kind != "tangent")
-    saved, backward_ops = _plan_backward(joint) if joint.gradients else ([], [])
+    saved, backward_ops = _plan_backward(joint, fused) if joint.gradients else ([], [])
     results = [*joint.values, *(n for n in saved if n not in joint.values)]
     leaves = [p for p, spec in joint.placeholders if spec.kind != "tangent"]
     keep = ancestors(n for n in [*results, *joint.exchanges[0]] if n is not None)
@@ -130,7 +135,7 @@ class _Joint:
         return copies
 
 
-def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
+def _plan_backward(joint: _Joint, fused: bool) -> tuple[list[fx.Node], list[fx.Node]]:
     """(values to save in graph order, ops of the backward in the order they run)."""
     results = [n for n in [*joint.gradients, *joint.exchanges[1]] if n is not None]
     needed = ancestors(results)
@@ -147,7 +152,8 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
         if any(n in late for n in operands) or not is_cheap(node) or node in results or runs_again(node):
             late.add(node)
     candidates = [n for n in joint.ops if n not in late and (n in forward or n in needed)]
-    saved = choose_saved(candidates, forward, late, joint.copies, {n for n in joint.values if n is not None})
+    returned = {n for n in joint.values if n is not None}
+    saved = choose_saved(candidates, forward, late, joint.copies, returned, fused=fused)
     roots = [n for n in joint.ops if n in dependent] + results
     return saved, on_demand(roots, set(saved))
 

@@ -213,6 +213,7 @@ class RankProgram:
     inputs, outputs: what the ends of the joint graph mean.
     schedule: what orders a phase; the backward, once it is known which tangents there are.
     split: forward and backward before they are put in order, where they are known; they are changed in place.
+    fused: whether a compiler joins its kernels; else it runs op by op.
     """
 
     local: RankGraph
@@ -220,6 +221,7 @@ class RankProgram:
     outputs: tuple[GraphOutput, ...]
     schedule: Schedule
     split: Phases | None = None
+    fused: bool = True
 
     @staticmethod
     def of(
@@ -234,9 +236,13 @@ class RankProgram:
     @cached_property
     def phases(self) -> Phases:
         """The forward, in the order in which it runs, and the backward as it was split off."""
-        phases = self.split or split_phases(self.local.module, self.inputs, self.outputs)
+        phases = self.split or self.in_phases()
         self.schedule(phases.forward)
         return phases
+
+    def in_phases(self) -> Phases:
+        """Forward and backward as they are split, in no order yet."""
+        return split_phases(self.local.module, self.inputs, self.outputs, fused=self.fused)
 
     def backward(self, missing: Set[int] = frozenset()) -> Backward:
         """What runs where the outputs `missing` (`GraphInput.index`) get no gradient."""
@@ -269,7 +275,7 @@ class RankProgram:
         For a program that runs op by op; a compiler joins more.
         """
         module = run_rank_passes(duplicate_module(self.local.module), (JoinKernels(), JoinConvolutions()))
-        return replace(self, local=replace(self.local, module=module))
+        return replace(self, local=replace(self.local, module=module), fused=False)
 
     def text(self) -> str:
         """Every node of forward and backward in the order in which they run, for all outputs' gradients."""

@@ -10,7 +10,8 @@ import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
-from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel, op_name
+from passes.ir.op_traits import fuses, is_cheap, is_collective, is_reduction, is_whole_view, numel, op_name
+from passes.strategies.traffic import STORED_ALONE, reads_little
 
 
 def choose_saved(
@@ -19,8 +20,11 @@ def choose_saved(
     backward: Set[fx.Node],
     pinned: Set[fx.Node],
     returned: Set[fx.Node],
+    *,
+    fused: bool,
 ) -> list[fx.Node]:
-    """The nodes among `candidates` (in graph order) to save, at the least total bytes.
+    """The nodes among `candidates` (in graph order) to save, at the least total bytes, or few more that are stored
+    in any case.
 
     candidates: every op that may run in the forward: those it needs, and cheap ones that only the
                 backward reads but that depend on no tangent (a boolean mask may be smaller than
@@ -29,10 +33,11 @@ def choose_saved(
     backward:   the ops that run in the backward only.
     pinned:     candidates that must not be run again.
     returned:   candidates that are outputs of the forward: in memory anyway, so free to save.
+    fused:      whether a compiler runs cheap ops in their readers' loops, and stores none that only those read.
 
     A candidate is either available in the backward (it descends only from graph inputs and saved
-    values, through cheap ops) or in the cut. The cut nearest the backward wins a tie:
-    fewest ops run again, and the same answer on every run.
+    values, through cheap ops) or in the cut. Of cuts that weigh the same the one nearest the backward wins: fewest ops
+    run again, the same on every run.
     """
     place = {node: i for i, node in enumerate(candidates)}
     kept = [
@@ -47,7 +52,7 @@ def choose_saved(
         local = {i: number for number, i in enumerate(group)}
         ops = tuple(
             (
-                1 if candidates[i] in returned else _bytes_saved(candidates[i]),
+                1 if candidates[i] in returned else _bytes_saved(candidates[i], forward, fused),
                 kept[i],
                 any(user in backward for user in candidates[i].users),
                 tuple(local[reader] for reader in readers[i]),
@@ -120,14 +125,26 @@ def _read_whole(node: fx.Node, backward: Set[fx.Node]) -> bool:
     )
 
 
-def _bytes_saved(node: fx.Node) -> int | None:
+def _bytes_saved(node: fx.Node, forward: Set[fx.Node], fused: bool) -> int | None:
     """What saving `node` costs; None where it cannot be saved (or its base is the one to save).
 
-    Bytes weigh first, then the number of tensors.
+    Bytes weigh first, then the number of tensors. One that is stored for this alone, though its loop reads little,
+    weighs `STORED_ALONE` of its bytes.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or is_whole_view(node):
         return None
     if is_collective(node) and "wait_tensor" not in op_name(node):
         return None
-    return (numel(node) * value.element_size() << 16) + 1
+    nbytes = numel(node) * value.element_size()
+    alone = fused and reads_little(node) and not _is_stored(node, forward)
+    return (int(STORED_ALONE * nbytes if alone else nbytes) << 16) + 2 + alone
+
+
+def _is_stored(node: fx.Node, forward: Set[fx.Node]) -> bool:
+    """Whether the forward stores it in any case."""
+    return any(
+        _is_stored(user, forward) if is_whole_view(user) else not (fuses(user) or is_reduction(user))
+        for user in node.users
+        if user in forward
+    )

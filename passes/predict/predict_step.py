@@ -16,7 +16,7 @@ from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
 from passes.layout.layout import Assignment
 from passes.lower.partition import order_of
-from passes.lower.phases import Backward, Phases, split_phases
+from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.plan.planned_graph import PlannedGraph, Transfer
@@ -283,7 +283,7 @@ class Orders:
 
     @cached_property
     def _split(self) -> Phases:
-        return split_phases(self._program.local.module, self._program.inputs, self._program.outputs)
+        return self._program.in_phases()
 
     def _ordered(
         self, module: fx.GraphModule, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from passes.ir.joint import tensor_operands
+from passes.ir.joint import first_value, tensor_operands
 from passes.ir.op_traits import (
     alias_chain,
     draws,
@@ -18,6 +18,7 @@ from passes.ir.op_traits import (
     is_reduction,
     is_use,
     is_view,
+    numel,
     op_kind,
     op_name,
     storage_root,
@@ -56,7 +57,8 @@ def eager_traffic(node: fx.Node) -> OpTraffic:
 
 def fused_traffic(node: fx.Node) -> OpTraffic:
     """Fusion as Inductor does it: a pointwise op reads what a non-fusing op stored, and is itself
-    stored only where something that cannot fuse with it, or the other phase, reads it."""
+    stored only where something that cannot fuse with it reads it, or the other phase, which computes it again where
+    that reads no more bytes (`passes.lower.recompute`)."""
     if is_view(node):
         return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
     reads = tuple(
@@ -72,7 +74,9 @@ def _is_stored(node: fx.Node) -> bool:
     for user in node.users:
         if is_either(user) and user.args[0] is node:  # stored or not: the search has yet to say
             continue
-        if user.op == "output" or user.meta.get("phase") != node.meta.get("phase"):
+        if user.op == "output":
+            return True
+        if user.meta.get("phase") != node.meta.get("phase") and not _is_made_of_less(node):
             return True
         if is_view(user):
             if _is_stored(user):
@@ -80,6 +84,48 @@ def _is_stored(node: fx.Node) -> bool:
         elif not fuses(user) and not is_reduction(user):
             return True
     return False
+
+
+STORED_ALONE = 1.25
+"""Bytes that may be saved instead of one that would be stored for the backward alone. torch's own partitioner of
+forward and backward weighs these twice [torch/_functorch/partitioners.py, get_node_weight]; a quarter is for memory."""
+
+
+def _is_made_of_less(node: fx.Node) -> bool:
+    """Whether what its loop reads is saved instead of it."""
+    if not reads_little(node):
+        return False
+    made = (root for root in _read_by_loop(node) if root.op == "call_function")
+    return sum(map(_nbytes, made)) <= STORED_ALONE * _nbytes(node)
+
+
+def reads_little(node: fx.Node) -> bool:
+    """Whether its loop reads fewer bytes than writing `node` and reading it once moves."""
+    if not fuses(node):
+        return False
+    left = 2 * _nbytes(node)
+    for count, root in enumerate(_read_by_loop(node)):
+        left -= _nbytes(root)
+        if left <= 0 or count > MOST_OPS:
+            return False
+    return True
+
+
+def _nbytes(node: fx.Node) -> int:
+    return numel(node) * first_value(node).element_size()
+
+
+def _read_by_loop(node: fx.Node) -> Iterator[fx.Node]:
+    """What a compiler computes `node` of where it stores nothing that fuses; each once."""
+    seen, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        if one is not node and not fuses(one):
+            yield one
+            continue
+        new = dict.fromkeys(map(storage_root, tensor_operands(one)))
+        stack += [root for root in new if root not in seen]
+        seen.update(new)
 
 
 MOST_OPS = 32

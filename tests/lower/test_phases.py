@@ -88,6 +88,40 @@ def test_a_pointwise_value_read_by_a_product_is_saved_not_computed_again() -> No
     assert "aten.gelu.default" not in targets(phases.backward.module)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_compiler_saves_the_product_and_not_its_sum_with_a_bias(fused: bool) -> None:
+    """As many bytes either way: the product is stored in any case, and op by op fewer are run again."""
+    local = Local()
+    x, w, b, tangent = local.input(6, 8), local.input(8, 5), local.input(5), local.input(6, 5)
+    h = local.call(aten.add.Tensor, local.call(aten.mm.default, x, w), b)
+    grad = local.call(aten.mul.Tensor, tangent, local.call(aten.cos.default, h))
+    phases = split_phases(
+        local.module(local.call(aten.sin.default, h), grad),
+        [*(GraphInput("input", n, i) for i, n in enumerate("xwb")), GraphInput("tangent", "tangent 0")],
+        [GraphOutput("output", "output 0"), GraphOutput("grad", "b", 2)],
+        fused=fused,
+    )
+    assert saved_bytes(phases) == 6 * 5 * 4
+    assert phases.backward is not None
+    assert targets(phases.backward.module).count("aten.add.Tensor") == fused
+
+
+def test_a_sum_of_two_products_is_saved_itself() -> None:
+    """Adding them again reads as many bytes as storing the sum and reading it."""
+    local = Local()
+    x, w, v, tangent = (local.input(6, 6) for _ in range(4))
+    h = local.call(aten.add.Tensor, local.call(aten.mm.default, x, w), local.call(aten.mm.default, x, v))
+    grad = local.call(aten.mul.Tensor, tangent, local.call(aten.cos.default, h))
+    phases = split_phases(
+        local.module(local.call(aten.sin.default, h), grad),
+        [*(GraphInput("input", n, i) for i, n in enumerate("xwv")), GraphInput("tangent", "tangent 0")],
+        [GraphOutput("output", "output 0"), GraphOutput("grad", "v", 2)],
+    )
+    assert phases.backward is not None
+    assert saved_bytes(phases) == 6 * 6 * 4
+    assert "aten.add.Tensor" not in targets(phases.backward.module)
+
+
 def test_views_are_not_saved_but_what_they_view() -> None:
     """x.t() @ w and its gradient need x.t(): x is an input, which costs nothing."""
 

@@ -82,7 +82,7 @@ class Seen:
 def run(rank: int, path: str, profile: str) -> tuple[Tensor, dict[str, str]]:
     """The gradient of a step, and the graphs that ran, groups named by their axes."""
     model = regression()
-    parallel(model, AXES, (rows(),), plan=path, profile=PROFILES[profile]())
+    parallel(model, AXES, (rows(),), plan=path, profile=PROFILES[profile](), backend="aot_eager")
     session = Session.of(model)
     assert session is not None
     seen = Seen(axes_by_group(session.mesh))

@@ -119,7 +119,7 @@ def test_the_search_prices_groups_that_a_rank_runs(axes: dict[str, int]) -> None
     """Most: where a redistribution comes between, the rank runs two."""
     mesh = MeshSpec(axes)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16), nn.Softmax(-1))
-    inputs = (torch.randn(8, 16),)
+    inputs = (torch.randn(4096, 16),)
     plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="inductor")
     joint = canonical_capture(model, inputs, {}).joint
     expected = forms(joint.graph)

@@ -27,3 +27,23 @@ def test_a_fused_op_runs_with_the_last_of_its_readers() -> None:
     assert fused[by_name["exp"]] == order[by_name["sin"]] > order[by_name["contract"]]
     assert fused[by_name["mul"]] == order[by_name["mul"]]  # stored: products read it
     assert eager[by_name["exp"]] == order[by_name["exp"]]
+
+
+class Biased(nn.Module):
+    """sin(x w + b) and sin(x w + x v): their cosines are read by the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.w + self.b).sin() + (x @ self.w.t() + x @ self.v).sin()
+
+
+def test_what_is_made_of_one_stored_value_is_not_stored_for_the_backward() -> None:
+    joint = canonical_capture(Biased(), (torch.randn(8, 4),), {}).joint
+    sums = [
+        n for n in joint.graph.nodes if str(n.target) == "aten.add.Tensor" and n.meta["phase"] == "forward"
+    ]
+    assert [fused_traffic(n).writes for n in sums] == [False, True, True]
