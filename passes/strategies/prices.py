@@ -92,7 +92,7 @@ def strategy_seconds(
         key = None if form is None else kernel_key(node, form, local_shape)
         work = (flops * share, nbytes + stored, dtype, kind, stored, flow.writes)
         if (work, key) not in known:
-            known[work, key] = prices.work_seconds(KernelWork(*work), key)
+            known[work, key] = flow.runs * prices.work_seconds(KernelWork(*work), key)
         return known[work, key]
 
     return np.array([seconds(strategy) for strategy in strategies])

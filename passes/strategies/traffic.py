@@ -32,12 +32,13 @@ class OpTraffic:
     """Which of an op's tensors go through memory; the rest stay in the registers of a fused loop.
 
     reads: per operand; writes: whether the results are stored. group: what is computed in the same loop, by which it
-    was timed (`passes.strategies.traffic`); "": nothing, or it is not known.
+    was timed (`passes.strategies.traffic`); "": nothing, or it is not known. runs: in how many phases it is computed.
     """
 
     reads: tuple[bool, ...]
     writes: bool
     group: str = ""
+    runs: int = 1
 
 
 TrafficModel = Callable[[fx.Node], OpTraffic]
@@ -62,12 +63,34 @@ def fused_traffic(node: fx.Node) -> OpTraffic:
     if is_view(node):
         return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
     reads = tuple(
-        read and not fuses(storage_root(operand))
+        read and not _is_in_loop(storage_root(operand), node)
         for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
     )
+    writes = _writes(node)
+    return OpTraffic(reads, writes, runs=1 if writes else max(1, len(_run_in(node))))
+
+
+def _writes(node: fx.Node) -> bool:
     # A draw fuses, but hashing an index takes about as long as storing the result.
-    draws = node.target is torch.ops.autoshard.uniform.default
-    return OpTraffic(reads, writes=not fuses(node) or draws or _is_stored(node))
+    return not fuses(node) or node.target is torch.ops.autoshard.uniform.default or _is_stored(node)
+
+
+def _is_in_loop(operand: fx.Node, reader: fx.Node) -> bool:
+    """Whether it is computed where it is read. What one phase stored for the other is read."""
+    return fuses(operand) and (_phase(operand) == _phase(reader) or not _writes(operand))
+
+
+def _phase(node: fx.Node) -> str | None:
+    return node.meta.get("phase")
+
+
+def _run_in(node: fx.Node) -> set[str | None]:
+    """The phases in which an op runs that is stored nowhere: those of its readers."""
+    found: set[str | None] = set()
+    for user in node.users:
+        inner = is_view(user) or not _writes(user)
+        found |= _run_in(user) if inner and _phase(user) == _phase(node) else {_phase(user)}
+    return found
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -76,7 +99,7 @@ def _is_stored(node: fx.Node) -> bool:
             continue
         if user.op == "output":
             return True
-        if user.meta.get("phase") != node.meta.get("phase") and not _is_made_of_less(node):
+        if _phase(user) != _phase(node) and not _is_made_of_less(storage_root(node)):
             return True
         if is_view(user):
             if _is_stored(user):

@@ -47,3 +47,24 @@ def test_what_is_made_of_one_stored_value_is_not_stored_for_the_backward() -> No
         n for n in joint.graph.nodes if str(n.target) == "aten.add.Tensor" and n.meta["phase"] == "forward"
     ]
     assert [fused_traffic(n).writes for n in sums] == [False, True, True]
+
+
+def test_what_is_stored_nowhere_runs_in_every_phase_that_reads_it() -> None:
+    joint = canonical_capture(Biased(), (torch.randn(8, 4),), {}).joint
+    sums = [n for n in joint.graph.nodes if str(n.target) == "aten.add.Tensor"]
+    assert [fused_traffic(n).runs for n in sums[:2]] == [2, 1]
+    cosines = [n for n in joint.graph.nodes if str(n.target) == "aten.cos.default"]
+    assert sorted(fused_traffic(n).reads for n in cosines) == [(False,), (True,)]
+
+
+class Product(nn.Module):
+    """Of two inputs: storing it and reading it moves as many bytes as reading both once more."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x * y).sin().sum()
+
+
+def test_what_is_made_of_as_much_as_storing_it_moves_is_stored() -> None:
+    joint = canonical_capture(Product(), (torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)), {}).joint
+    first, *_ = (n for n in joint.graph.nodes if str(n.target) == "aten.mul.Tensor")
+    assert fused_traffic(first).writes
