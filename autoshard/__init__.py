@@ -13,6 +13,7 @@ from autoshard.plan.answer import Answer
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.planning import find_plan
 from autoshard.reporting.report_steps import StepReport, report
+from autoshard.verification.verify_parallel import verify_parallel
 from autoshard.verification.verify_plan import VerifyReport, verify
 from autoshard.version import __version__
 from cost_model.errors import (
@@ -63,5 +64,6 @@ __all__ = [
     "report",
     "scatter",
     "verify",
+    "verify_parallel",
     "weighted_mean",
 ]

@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from autoshard import InfeasibleError, MeshSpec, Profile
-from autoshard.cli import parse_mesh
+from autoshard.command_words import parse_mesh
 from autoshard.global_call import output_layouts
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.planning import canonical_capture

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.cli import parse_mesh
+from autoshard.command_words import parse_mesh
 from autoshard.plan.judged import prices_of
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record

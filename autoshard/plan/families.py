@@ -21,8 +21,10 @@ class Family:
     """What is pinned; all else is as the search finds it.
 
     inner: role of weights over the last mesh axis of several ranks; outer: over the axes before it, None: free.
-    residual: sums of a value and what is computed of it are split too, in the sequence, over the axes that are "used".
+    residual: sums of a value and what is computed of it are split too, in the sequence, over the axes that are "used";
+    False: they are whole there; None: free.
     vocabulary: "used" is said of the dims as long as the vocabulary, and of those alone.
+    by_axis: roles by the names of axes, in place of outer and inner.
     """
 
     name: str
@@ -30,16 +32,21 @@ class Family:
     text: str
     outer: Role | None
     inner: Role
-    residual: bool = False
+    residual: bool | None = None
     vocabulary: bool = False
+    by_axis: tuple[tuple[str, Role], ...] = ()
 
     @property
     def axes(self) -> int:
         """Mesh axes of several ranks that it needs."""
+        if self.by_axis:
+            return len(self.by_axis)
         return 1 if self.outer == self.inner or self.outer is None else 2
 
     def roles(self, mesh: MeshSpec) -> dict[str, Role]:
         """Role by axis."""
+        if self.by_axis:
+            return dict(self.by_axis)
         axes = mesh.real_axes()
         found: dict[str, Role] = {}
         for axis in axes:

@@ -80,8 +80,8 @@ class _Wishes:
                     yield read.reader.name, _read_whole(axis, read.position)
                 elif read.by_product and read.parameter in split:
                     yield read.reader.name, self._read_split(axis, read)
-            if role == "used" and self.family.residual:
-                yield from self._residual(axis)
+            if role == "used" and self.family.residual is not None:
+                yield from self._residual(axis, self.family.residual)
 
     def still(self) -> dict[tuple[str, int], frozenset[str]]:
         """Every read on the way from a weight to the products that read it split: it stays where it is."""
@@ -120,9 +120,9 @@ class _Wishes:
         words = self._words(operand) if self.family.vocabulary else None
         return lambda strategy: _splits(strategy.operands[read.position], axis, words)
 
-    def _residual(self, axis: str) -> Iterator[tuple[str, _Wish]]:
+    def _residual(self, axis: str, split: bool) -> Iterator[tuple[str, _Wish]]:
         sums = list(_residual_sums(self.joint))
-        if not sums:
+        if not sums and split:
             raise InfeasibleError(
                 "the model adds no value of two dims or more to what is computed of it: it has no residual stream\n"
                 "  try: another family"
@@ -130,7 +130,8 @@ class _Wishes:
         for node in sums:
             ndim = node_value(node).ndim
             dims = list(range(1, ndim - 1)) or [0]
-            yield node.name, lambda strategy, dims=dims: _splits(strategy.results[0], axis, dims)
+            wish = lambda strategy, dims=dims: _splits(strategy.results[0], axis, dims)
+            yield node.name, wish if split else _stored(axis, "whole")
 
 
 def _stored(axis: str, role: Role) -> _Wish:

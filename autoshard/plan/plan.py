@@ -22,7 +22,7 @@ from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_pl
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_summary import plan_summary
 from autoshard.plan.why_not import PlanQuestions
-from cost_model.errors import PlanError, checked_flag, checked_path, read_json, reject
+from cost_model.errors import PlanError, checked_flag, checked_path, read_json, reject, write_text
 from cost_model.memory import communicators
 from passes.ir.joint import JointGraph
 from passes.layout.placements import layout_to_placements
@@ -147,6 +147,17 @@ class Plan(PlanQuestions):
         from autoshard.drawing.draw import draw
 
         return draw(self.to_networkx(), path)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write a module of stock PyTorch, `make_mesh(device)` and `parallelize(model, mesh)`: `fully_shard`, DDP,
+        `parallelize_module` and checkpoints (docs/by-hand.md). Its head says what of the plan it does not do.
+
+        PlanError where none of it can be written so, as of stages."""
+        from autoshard.plan.export_code import export_code
+
+        target = checked_path(path, "path", PlanError)
+        write_text(target, export_code(self), "code", PlanError)
+        return target
 
     def diff(self, other: Plan) -> str:
         """Parameters and collectives in which two plans differ, with their prices; with stages schedule and cut as

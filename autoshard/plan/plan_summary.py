@@ -12,9 +12,9 @@ from autoshard.plan.plan_words import made_of_parameters, race_lines, stages_wor
 from cost_model.memory import format_bytes, format_seconds
 from passes.plan.planned_graph import NodeRecord
 
-_MOST = 0.5
+MOST = 0.5
 """Share of weights, or of the elements of activations, from which on an axis is named after what it does with them."""
-_SOME = 0.1
+SOME = 0.1
 """Share from which on it is said as well."""
 _ROUTED = ("routed_mm", "routed_outer")
 _WINDOWED = ("aten.convolution", "neighborhood_attention")
@@ -80,7 +80,7 @@ def _proof(plan: PlanContent) -> str:
 
 
 @dataclass
-class _Uses:
+class AxisUses:
     """What one axis does, in elements.
 
     weights: by whether the axis splits them where they are stored, and where they are read.
@@ -95,29 +95,44 @@ class _Uses:
     def share_of_weights(self, *kinds: tuple[bool, bool]) -> float:
         return sum(self.weights[kind] for kind in kinds) / max(1, sum(self.weights.values()))
 
+    @property
+    def where_stored(self) -> float:
+        """Share of weights that are read split."""
+        return self.share_of_weights((True, True), (False, True))
+
+    @property
+    def gathered(self) -> float:
+        """Share of weights that are stored split and read whole."""
+        return self.share_of_weights((True, False))
+
     def share_of_dims(self, dim: str) -> float:
         return self.dims[dim] / max(1, sum(self.dims.values()))
 
 
-def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
-    """ "tensor parallel with sequence parallelism", "FSDP; batch split". stages: the records of each stage's graph."""
-    uses = _Uses()
+def axis_uses(stages: Iterable[Sequence[NodeRecord]], axis: str) -> AxisUses:
+    """stages: the records of each stage's graph."""
+    uses = AxisUses()
     for records in stages:
         made = made_of_parameters(records)
         _note_weights(uses, records, made, axis)
         _note_results(uses, records, made, axis)
-    where_stored = uses.share_of_weights((True, True), (False, True))
-    gathered = uses.share_of_weights((True, False))
-    split = [dim for dim in ("batch", "sequence", "space") if uses.share_of_dims(dim) >= _MOST / 2]
+    return uses
+
+
+def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
+    """ "tensor parallel with sequence parallelism", "FSDP; batch split"."""
+    uses = axis_uses(stages, axis)
+    where_stored, gathered = uses.where_stored, uses.gathered
+    split = [dim for dim in ("batch", "sequence", "space") if uses.share_of_dims(dim) >= MOST / 2]
     names = ["expert parallel (experts equally loaded)"] if uses.experts else []
-    if where_stored >= _SOME and not (uses.experts and where_stored < _MOST):
-        part = "" if where_stored >= 1.0 - _SOME else f" of {where_stored:.0%} of the weights"
+    if where_stored >= SOME and not (uses.experts and where_stored < MOST):
+        part = "" if where_stored >= 1.0 - SOME else f" of {where_stored:.0%} of the weights"
         sequence = ""
-        if uses.share_of_dims("sequence") >= _SOME / 2:
+        if uses.share_of_dims("sequence") >= SOME / 2:
             sequence, split = " with sequence parallelism", [dim for dim in split if dim != "sequence"]
         names.append(f"tensor parallel{part}{sequence}")
-    if gathered >= _SOME:
-        part = "" if gathered >= 1.0 - _SOME else f" of {gathered:.0%} of the weights"
+    if gathered >= SOME:
+        part = "" if gathered >= 1.0 - SOME else f" of {gathered:.0%} of the weights"
         names.append(f"FSDP{part}")
     elif not names and split:
         names.append(_OF_WHOLE_WEIGHTS[split[0]])
@@ -129,7 +144,7 @@ def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
 _OF_WHOLE_WEIGHTS = {"batch": "DDP", "sequence": "context parallel", "space": "domain parallel with halos"}
 
 
-def _note_weights(uses: _Uses, records: Sequence[NodeRecord], made: set[str], axis: str) -> None:
+def _note_weights(uses: AxisUses, records: Sequence[NodeRecord], made: set[str], axis: str) -> None:
     """By how their readers have them; casts and views of a weight, `made` of it, are the weight."""
     of = {record.name: record for record in records}
     read: dict[str, bool] = defaultdict(bool)
@@ -151,7 +166,7 @@ def _root(name: str, of: dict[str, NodeRecord]) -> str:
     return name
 
 
-def _note_results(uses: _Uses, records: Sequence[NodeRecord], made: set[str], axis: str) -> None:
+def _note_results(uses: AxisUses, records: Sequence[NodeRecord], made: set[str], axis: str) -> None:
     """Of the forward's results, without weights. A sequence is the middle dim of those that have three; space is what
     convolutions go over."""
     results = [

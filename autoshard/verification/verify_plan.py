@@ -46,7 +46,7 @@ from passes.states.compute_again import compute_again
 
 __all__ = ["Divergence", "VerifyReport", "verify"]
 
-_TOLERANCE = {
+TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2,
     torch.float8_e4m3fn: 0.2, torch.float8_e4m3fnuz: 0.2, torch.float8_e5m2: 0.4, torch.float8_e5m2fnuz: 0.4,
 }  # fmt: skip
@@ -270,4 +270,4 @@ def _tolerance(joint: JointGraph) -> float:
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
     found = [(node, value.dtype) for node in nodes for value in node_values(node) if value is not None]
     counted = [dtype for node, dtype in found if dtype.itemsize > 1 or is_cast(node)]
-    return max((_TOLERANCE.get(dtype, 0.0) for dtype in counted), default=1e-4) or 1e-4
+    return max((TOLERANCE.get(dtype, 0.0) for dtype in counted), default=1e-4) or 1e-4

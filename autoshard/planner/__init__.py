@@ -1,0 +1,1 @@
+"""`autoshard plan` for models and configurations of other frameworks: what they run, and what would be faster."""

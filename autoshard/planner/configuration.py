@@ -1,0 +1,103 @@
+"""What a configuration of torchtitan, Megatron-LM or accelerate runs: sizes of its mesh, and how a step is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from autoshard.plan.families import Family, Role
+from cost_model.errors import ShardingError
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""What runs again in the backward. selective: all of a block but attention and every second product. full: blocks."""
+Words = Mapping[str, Callable[[Any], str]]
+"""How a framework writes a value of a field of `Configuration`: "--option 4"."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """stages: of a pipeline. replicate: ranks with whole weights; shard: with parts of them, gathered to use. tensor:
+    with parts of the products. each_piece: gathered and reduced in each micro-batch (ZeRO-3); else once in a step.
+
+    sequence_parallel: norms and the residual stream split in the sequence over `tensor`. micro_batch: sequences of one
+    data-parallel rank at once; accumulation: in its place, micro-batches of a step. batch: sequences of all ranks in a
+    step; sequence: tokens; 0: not said. model: a configuration of transformers, where the framework's says that too.
+    recomputes: what it offers. words: by field. unread: options that change no step, or are not known.
+    """
+
+    framework: str
+    stages: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    each_piece: bool = True
+    sequence_parallel: bool = True
+    recompute: Recompute = "none"
+    micro_batch: int = 1
+    accumulation: int = 0
+    batch: int = 0
+    sequence: int = 0
+    schedule: str | None = None
+    compiled: bool = True
+    model: Mapping[str, Any] | None = None
+    recomputes: tuple[Recompute, ...] = RECOMPUTE
+    words: Words = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        return self.stages * self.replicate * self.shard * self.tensor
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of its mesh, neighbours last."""
+        sizes = {"pp": self.stages, "replicate": self.replicate, "shard": self.shard, "tp": self.tensor}
+        return {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
+
+    def pieces(self, batch: int) -> int:
+        """Micro-batches of a step. ShardingError where they do not divide the batch."""
+        together = self.replicate * self.shard * (self.accumulation or self.micro_batch)
+        if batch % together:
+            how = f"{self.accumulation} micro-batches" if self.accumulation else f"{self.micro_batch} at once"
+            raise ShardingError(
+                f"a batch of {batch} is no multiple of {self.replicate * self.shard} data-parallel ranks times {how}\n"
+                f"  try: --batch {-(-batch // together) * together}"
+            )
+        return self.accumulation or batch // together
+
+    @property
+    def family(self) -> Family | None:
+        """What it says of weights and of the residual stream; None on one rank, or on stages alone."""
+        roles: dict[str, Role] = {"replicate": "whole", "shard": "stored", "tp": "used"}
+        found: tuple[tuple[str, Role], ...] = tuple(
+            (axis, role) for axis, role in roles.items() if self.axes.get(axis, 1) > 1
+        )
+        if not found:
+            return None
+        return Family(self.framework, (), "", None, "whole", residual=self.sequence_parallel, by_axis=found)
+
+    def __str__(self) -> str:
+        """ "shard=32, tp=8, sequence parallel; blocks computed again"."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        sequence = ", sequence parallel" if self.sequence_parallel and self.tensor > 1 else ""
+        again = {"none": "", "selective": "; ops computed again", "full": "; blocks computed again"}
+        schedule = f"; {self.schedule}" if self.schedule and self.stages > 1 else ""
+        return f"{sizes}{sequence}{again[self.recompute]}{schedule}"
+
+    def others(self) -> Iterator[Configuration]:
+        """As many GPUs, stages and sequences at once, otherwise divided: tensor parallelism within a host of 8; of each
+        division first what computes least again."""
+        data = self.gpus // self.stages
+        for tensor in (1, 2, 4, 8):
+            whole = self.replicate if self.shard > 1 else data // tensor
+            if whole and data % (tensor * whole) == 0:
+                for again in self.recomputes:
+                    shard = data // tensor // whole
+                    yield replace(self, tensor=tensor, replicate=whole, shard=shard, recompute=again)
+
+    def changes(self, other: Configuration) -> str:
+        """The options of `other` that are not as here, as the framework writes them."""
+        names = [name for name in self.words if getattr(self, name) != getattr(other, name)]
+        return ", ".join(self.words[name](getattr(other, name)) for name in names) or "as it is"

@@ -1,0 +1,297 @@
+"""`autoshard plan`: of a model on a mesh, of as many GPUs in the best shape, or beside a framework's configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoshard.command_words import (
+    add_autocast,
+    add_model,
+    autocast,
+    load_model,
+    micro_batches,
+    parse_mesh,
+    positive,
+)
+from cost_model.errors import InfeasibleError, ShardingError
+from cost_model.memory import format_bytes, format_seconds, parse_bytes
+from cost_model.mesh import MeshSpec
+
+if TYPE_CHECKING:
+    from autoshard.plan.plan import Plan
+    from autoshard.planner.configuration import Configuration
+    from autoshard.planner.meta_models import GivenModel, MetaModel
+    from autoshard.planner.priced_runs import Machine, Run
+
+_PEAKS = {"h100": 989e12, "a100": 312e12}
+"""Operations a second that the makers state, of products in bfloat16."""
+
+
+def add_plan(commands: Any) -> None:
+    """`autoshard plan`, and its options."""
+    plan = commands.add_parser("plan", help="find the plan of a model, offline")
+    add_model(plan, nargs="?")
+    plan.add_argument("--hf", type=Path, help="in place of a model: a folder or config.json of transformers")
+    plan.add_argument("--batch", type=positive, help="sequences of a step, of all ranks (with --hf)")
+    plan.add_argument("--sequence", type=positive, help="tokens of each (with --hf; default: the longest)")
+    plan.add_argument("--mesh", type=parse_mesh, help="axis=size,..., such as dp=32,tp=8")
+    plan.add_argument("--gpus", type=positive, help="so many devices, in the best of a few shapes of a mesh")
+    plan.add_argument(
+        "--torchtitan", type=Path, metavar="TOML", help="what this configuration runs, and better"
+    )
+    plan.add_argument(
+        "--megatron", metavar="ARGUMENTS", help="the same of arguments of Megatron-LM, in quotes"
+    )
+    plan.add_argument(
+        "--accelerate", type=Path, metavar="YAML", help="the same of a configuration of accelerate"
+    )
+    plan.add_argument("--device", default="cuda", help="device type of the mesh (default cuda)")
+    plan.add_argument("--profile", help="a profile's path, or a shipped one's name")
+    plan.add_argument("--memory-limit", help='per device, such as "70GB"')
+    plan.add_argument("--micro-batches", type=micro_batches, default=1, help="pieces of a batch, or auto")
+    plan.add_argument("--stages", help="the mesh axis that holds stages of a pipeline, or auto")
+    plan.add_argument("--seconds", type=float, default=600.0, help="for each search (default 600)")
+    add_autocast(plan)
+    plan.add_argument("--output", "-o", type=Path, help="where to save the plan (JSON)")
+    plan.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    configuration = _configuration(arguments)
+    if configuration is None and arguments.hf is None and arguments.gpus is None:
+        plan = _of_mesh(arguments)
+        print(plan.explain(), end="")
+    else:
+        plan = _sheet(arguments, configuration)
+    if arguments.output is not None:
+        plan.save(arguments.output)
+        print(f"saved {arguments.output}")
+    return 0
+
+
+_FRAMEWORKS = ("torchtitan", "megatron", "accelerate")
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """ShardingError for options that exclude each other."""
+    given = {name for name, value in vars(arguments).items() if value is not None}
+    frameworks = [name for name in _FRAMEWORKS if name in given]
+    if arguments.micro_batches == 1:
+        given -= {"micro_batches"}
+    excluded = {
+        "model": ["hf", "batch", "sequence"],
+        "gpus": ["stages", "autocast"],
+        "hf": ["stages", "autocast"],
+    }
+    excluded |= {name: ["mesh", "micro_batches", "stages", "autocast", *_FRAMEWORKS] for name in frameworks}
+    excluded["gpus"] += [] if frameworks else ["mesh"]
+    for name, others in excluded.items():
+        for other in others:
+            if name in given and other in given and name != other:
+                said = "a model" if name == "model" else f"--{name}"
+                raise ShardingError(
+                    f"--{other.replace('_', '-')} does not go with {said}\n  try: one of them"
+                )
+
+
+def _of_mesh(arguments: argparse.Namespace) -> Plan:
+    from autoshard.planning import find_plan
+
+    if arguments.mesh is None or arguments.model is None:
+        raise ShardingError(
+            "autoshard plan needs a model and where it runs\n"
+            "  try: autoshard plan module:function --mesh dp=32,tp=8, or --hf config.json --batch 64 --gpus 64"
+        )
+    model, example_inputs = load_model(arguments.model)
+    return find_plan(
+        model,
+        MeshSpec(arguments.mesh, device_type=arguments.device),
+        example_inputs,
+        profile=arguments.profile,
+        memory_limit=arguments.memory_limit,
+        micro_batches=arguments.micro_batches,
+        stages=arguments.stages,
+        time_limit=arguments.seconds,
+        autocast=autocast(arguments),
+    )
+
+
+def _configuration(arguments: argparse.Namespace) -> Configuration | None:
+    given = [name for name in _FRAMEWORKS if getattr(arguments, name) is not None]
+    if not given:
+        return None
+    from autoshard.planner import readers
+
+    return getattr(readers, given[0])(getattr(arguments, given[0]), arguments.gpus)
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """What is asked for. batch, sequence: of a step; 0: not known."""
+
+    model: MetaModel | GivenModel
+    batch: int
+    sequence: int
+    machine: Machine
+    gpus: int
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        tokens = f" of {self.sequence:,} tokens" if self.sequence else ""
+        size = f"{self.model.parameters() / 1e9:.3g} billion parameters"
+        yield (
+            "model",
+            f"{self.model.name}, {size}; {self.batch:,} samples{tokens} a step, on {self.gpus} devices",
+        )
+        nominal = ", nominal: measured on no machine" if self.machine.profile.nominal else ""
+        yield "prices", f"profile {self.machine.profile.name}{nominal}"
+
+    def words(self, run: Run) -> str:
+        """ "1.9 s, 8,575 tokens a second of each device, MFU 45%, 57.6GB of 80GB"."""
+        unit = "tokens" if self.sequence else "samples"
+        rate = self.batch * (self.sequence or 1) / run.seconds
+        peak = _PEAKS.get(self.machine.profile.name)
+        used = f", MFU {run.flops / run.seconds / self.gpus / peak:.1%}" if peak and run.flops else ""
+        limit = self.machine.memory_limit
+        of = "" if limit is None else f" of {format_bytes(parse_bytes(limit))}"
+        fits = "" if self.fits(run) else ": does not fit"
+        return (
+            f"{format_seconds(run.seconds)}, {rate:,.0f} {unit} a second ({rate / self.gpus:,.0f} of each device)"
+            f"{used}, {format_bytes(int(run.nbytes))}{of}{fits}"
+        )
+
+    def fits(self, run: Run) -> bool:
+        limit = self.machine.memory_limit
+        return limit is None or run.nbytes <= parse_bytes(limit)
+
+
+def _sheet(arguments: argparse.Namespace, configuration: Configuration | None) -> Plan:
+    asked = _workload(arguments, configuration)
+    for subject, text in asked.lines():
+        _say(subject, text)
+    if configuration is None:
+        run, plan = _best(asked, _shapes(arguments), arguments.micro_batches)
+        _say("autoshard", asked.words(run))
+        print(plan, end="")
+        return plan
+    return _beside(asked, configuration)
+
+
+def _say(subject: str, text: str) -> None:
+    print(f"{subject:11} {text}", flush=True)
+
+
+def _workload(arguments: argparse.Namespace, configuration: Configuration | None) -> _Workload:
+    import torch
+
+    from autoshard.planner.meta_models import GivenModel, MetaModel
+    from autoshard.planner.priced_runs import Machine
+    from autoshard.planning import load_profile
+
+    devices = configuration.gpus if configuration else arguments.gpus or _count(arguments.mesh)
+    mesh = MeshSpec({"dp": devices}, device_type=arguments.device)
+    given = arguments.hf or (configuration.model if configuration else None)
+    optimizer = "adamw" if arguments.model else "adamw, fp32 master"
+    profile = load_profile(arguments.profile, mesh)
+    machine = Machine(profile, arguments.device, arguments.memory_limit, optimizer, arguments.seconds)
+    if arguments.model is not None:
+        model, inputs = load_model(arguments.model)
+        args, kwargs = inputs if isinstance(inputs[-1], dict) and len(inputs) == 2 else (inputs, {})
+        found = GivenModel(model, tuple(args), dict(kwargs))
+        return _Workload(found, found.batch, 0, machine, devices)
+    if given is None:
+        raise ShardingError(
+            "it is not said of which model\n  try: --hf DIR_OR_CONFIG.json, or module:function"
+        )
+    of_meta = MetaModel.of(given, torch.bfloat16)
+    said = configuration or argparse.Namespace(batch=0, sequence=0)
+    batch, sequence = arguments.batch or said.batch, arguments.sequence or said.sequence or of_meta.longest
+    if not batch:
+        raise ShardingError("it is not said how many sequences a step has\n  try: --batch 64")
+    return _Workload(of_meta, batch, sequence, machine, devices)
+
+
+def _count(mesh: Mapping[str, int] | None) -> int:
+    if mesh is None:
+        raise ShardingError("it is not said on how many devices\n  try: --gpus 64, or --mesh dp=32,tp=8")
+    return MeshSpec(mesh).device_count
+
+
+def _shapes(arguments: argparse.Namespace) -> list[dict[str, int]]:
+    """Of the mesh: as asked, or all devices in one axis, and with 2, 4 or 8 neighbours in a second."""
+    if arguments.mesh is not None:
+        return [arguments.mesh]
+    inner = [size for size in (2, 4, 8) if arguments.gpus % size == 0 and arguments.gpus > size]
+    return [{"dp": arguments.gpus}, *({"dp": arguments.gpus // size, "tp": size} for size in inner)]
+
+
+def _best(asked: _Workload, shapes: list[dict[str, int]], pieces: int | str) -> tuple[Run, Plan]:
+    """On the shape of the mesh where it is fastest; of several a line each. Raises the first's InfeasibleError."""
+    from autoshard.planner.priced_runs import best_run
+
+    found: list[tuple[Run, Plan]] = []
+    reasons: list[InfeasibleError] = []
+    call = asked.model.call(asked.batch, asked.sequence, "none")
+    for shape in shapes:
+        words = ",".join(f"{axis}={size}" for axis, size in shape.items())
+        try:
+            found.append(best_run(call, shape, asked.machine, pieces))
+            said = asked.words(found[-1][0])
+        except InfeasibleError as error:
+            reasons.append(error)
+            said = f"no plan: {str(error).splitlines()[0]}"
+        if len(shapes) > 1:
+            _say(words, said)
+    if not found:
+        raise reasons[0]
+    return min(found, key=lambda one: one[0].seconds)
+
+
+def _beside(asked: _Workload, configuration: Configuration) -> Plan:
+    """What the configuration runs, how far that is from the best plan, and the framework's own best."""
+    from autoshard.planner.priced_runs import configured_run
+
+    run = configured_run(asked.model, configuration, asked.batch, asked.sequence, asked.machine)
+    _say("runs", f"{configuration.framework}: {configuration}")
+    if not configuration.compiled:
+        _say("", "it is not compiled, and is priced as if it were")
+    _say("step", asked.words(run))
+    sizes = {"dp": configuration.gpus // configuration.tensor, "tp": configuration.tensor}
+    shape = {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
+    best, plan = _best(asked, [shape], "auto" if asked.machine.memory_limit else 1)
+    _say("autoshard", asked.words(best))
+    bound = ""
+    if best.bound:
+        above = run.seconds / best.bound - 1.0
+        bound = f", {above:+.1%} against the bound {format_seconds(best.bound)}"
+    _say("distance", f"{run.seconds / best.seconds - 1.0:+.1%} of a step against autoshard's{bound}")
+    runs = [(configuration, run), *_others(configuration, asked)]
+    fitting = [one for one in runs if asked.fits(one[1])]
+    if fitting:
+        other, better = min(fitting, key=lambda one: one[1].seconds)
+        _say("better", f"{configuration.changes(other)}: {asked.words(better)}")
+    else:
+        _say("better", f"no division of {configuration.framework} fits that was tried")
+    if configuration.unread:
+        _say("not read", ", ".join(configuration.unread))
+    return plan
+
+
+def _others(configuration: Configuration, asked: _Workload) -> Iterator[tuple[Configuration, Run]]:
+    """Other divisions as the framework runs them; of each the one that fits and computes least again."""
+    from autoshard.planner.priced_runs import configured_run
+
+    done: set[int] = set()
+    for other in configuration.others():
+        if other.tensor in done or other == configuration or not asked.model.recomputes(other.recompute):
+            continue
+        with suppress(InfeasibleError, ShardingError):  # heads or a batch that are not divided so
+            run = configured_run(asked.model, other, asked.batch, asked.sequence, asked.machine)
+            if asked.fits(run):
+                done.add(other.tensor)
+            yield other, run

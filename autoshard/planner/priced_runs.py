@@ -1,0 +1,192 @@
+"""Seconds, memory and products of a step as a configuration runs it, and as the best plan does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard.global_call import output_layouts
+from autoshard.plan.family_choices import family_narrowing
+from autoshard.plan.micro_batches import cut_call
+from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan_stages import plan_stages
+from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planner.configuration import Configuration
+from autoshard.planner.meta_models import Call, GivenModel, MetaModel
+from autoshard.planning import canonical_capture, find_plan
+from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from passes.capture import Captured
+from passes.ir.joint import JointGraph, node_value
+from passes.ir.op_traits import is_cast, is_collect, is_use, is_view
+from passes.ir.op_work import global_flops
+from passes.layout.layout import Layout, NodeLayouts
+from passes.layout.placements import placements_to_layout
+from passes.search.search_terms import Choose, Narrowing
+from passes.states.offers import users_choice
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of one step: seconds, bytes on the fullest device with what is reserved, products' operations of all devices;
+    bound: seconds under which no plan is, 0: not known."""
+
+    seconds: float
+    nbytes: float
+    flops: float
+    bound: float = 0.0
+
+    def deeper(self, other: Run, times: float) -> Run:
+        """With `times` as much more as `other`, of a deeper model, has."""
+        further = lambda here, there: here + times * (there - here)
+        return Run(
+            further(self.seconds, other.seconds),
+            further(self.nbytes, other.nbytes),
+            further(self.flops, other.flops),
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs. seconds: for each search. optimizer: as of `find_plan`."""
+
+    profile: Profile
+    device: str
+    memory_limit: str | None
+    optimizer: str
+    seconds: float
+
+    def mesh(self, axes: Mapping[str, int]) -> MeshSpec:
+        return MeshSpec(axes, device_type=self.device)
+
+
+def model_flops(joint: JointGraph) -> float:
+    """Operations of the forward's products, three times: a backward has two for each. Causal attention counts by half,
+    and what is computed again not at all. [the MFU of PaLM, appendix B, but for causal attention]"""
+    return 3.0 * sum(global_flops(n) for n in joint.graph.nodes if n.meta.get("phase") == "forward")
+
+
+def best_run(call: Call, axes: Mapping[str, int], machine: Machine, pieces: int | str) -> tuple[Run, Plan]:
+    """By the plan that autoshard finds."""
+    model, args, kwargs = call
+    plan = find_plan(
+        model,
+        machine.mesh(axes),
+        (args, kwargs),
+        profile=machine.profile,
+        memory_limit=machine.memory_limit,
+        micro_batches=pieces,
+        optimizer=machine.optimizer,
+        time_limit=machine.seconds,
+    )
+    flops = model_flops(canonical_capture(model, args, kwargs, device=torch.device(machine.device)).joint)
+    return Run(plan.step_time, plan.peak_memory + plan.reserve, flops, plan.lower_bound), plan
+
+
+def configured_run(
+    model: MetaModel | GivenModel, configuration: Configuration, batch: int, sequence: int, machine: Machine
+) -> Run:
+    """As it runs by the configuration. Of equal layers from two depths, as steps and their peaks are affine in it."""
+    unit = configuration.stages * (2 if configuration.schedule == "interleaved" else 1)
+    few, more = 3 * unit, 5 * unit
+    at = lambda layers: priced(
+        model.call(batch, sequence, configuration.recompute, layers), configuration, batch, machine
+    )
+    if model.depth <= more or not model.is_of_equal_layers():
+        return at(None)
+    return at(few).deeper(at(more), (model.depth - few) / (more - few))
+
+
+def priced(call: Call, configuration: Configuration, batch: int, machine: Machine) -> Run:
+    """As `configured_plan` runs it."""
+    plan, flops = configured_plan(call, configuration, batch, machine)
+    return Run(plan.step_time, plan.peak_memory + plan.reserve, flops)
+
+
+def configured_plan(
+    call: Call, configuration: Configuration, batch: int, machine: Machine
+) -> tuple[Plan | PipelinePlan, float]:
+    """The fastest plan with its weights so, in its micro-batches, with its `torch.utils.checkpoint`, within any memory;
+    and the model's operations.
+
+    ShardingError where the batch is not divided so; InfeasibleError where the model cannot be."""
+    model, args, kwargs = call
+    mesh, pieces = machine.mesh(configuration.axes), configuration.pieces(batch)
+    captured = canonical_capture(model, args, kwargs, device=torch.device(machine.device))
+    flops = model_flops(captured.joint)
+    if configuration.recompute != "none" and not users_choice(captured.joint):
+        raise ShardingError(
+            f"{configuration.framework} computes blocks again, and the model has none under torch.utils.checkpoint\n"
+            "  try: --hf, or checkpoint(block, x) in the model's forward"
+        )
+    if configuration.stages == 1:
+        captured = cut_call(captured, pieces)
+    task = _task(captured, mesh, configuration, machine, pieces)
+    if configuration.stages == 1:
+        return search_plan(task), flops
+    return plan_stages(task, "pp", pieces, schedule=configuration.schedule), flops
+
+
+def _task(
+    captured: Captured, mesh: MeshSpec, configuration: Configuration, machine: Machine, pieces: int
+) -> Task:
+    joint, family = captured.joint, configuration.family
+    narrowing = Narrowing() if family is None else family_narrowing(family, joint, mesh)
+    narrowing = replace(narrowing, allowed={**narrowing.allowed, **_as_frameworks_do(joint, configuration)})
+    inputs = {}
+    if pieces == 1 or configuration.stages > 1:
+        rows = [Shard(0) if axis in ("replicate", "shard") else Replicate() for axis in mesh.names]
+        tensors = [node for node, spec in joint.given if spec.kind == "input"]
+        laid_out = lambda node: placements_to_layout(
+            rows, tuple(node_value(node).shape), mesh, what="a batch"
+        )
+        inputs = {i: laid_out(node) for i, node in enumerate(tensors)}
+    return Task(
+        captured,
+        machine.profile,
+        mesh,
+        CallLayouts(inputs, output_layouts(captured, mesh, None)),
+        {},
+        None,
+        "inductor",
+        machine.seconds,
+        narrowing=narrowing,
+        recompute="user",
+        optimizer=machine.optimizer,
+    )
+
+
+def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mapping[str, Choose]:
+    """Every rank makes gradients of its own part of the batch, to be summed over the data-parallel ranks. Of what
+    micro-batches share: weights are gathered in each, and gradients reduced; or once, before and after."""
+    found: dict[str, Choose] = {}
+    axes = {axis for axis in ("replicate", "shard") if configuration.axes.get(axis, 1) > 1}
+    for spec, node in joint.returned:
+        if spec.kind == "grad" and node is not None:
+            found[_made(node).name] = _most(lambda one: len(axes & {axis for axis, _ in one.partial}))
+    for node in joint.graph.nodes if configuration.shard > 1 else ():
+        if is_use(node) and node.meta.get("runs") == "before":
+            found[node.name] = _most(lambda one: ("shard" in one.axes) == configuration.each_piece)
+        elif is_collect(node) and configuration.each_piece:
+            found[node.name] = _most(lambda one: "shard" in one.axes)
+    return found
+
+
+def _made(gradient: fx.Node) -> fx.Node:
+    """Where it is made, before it is cast, viewed or added to those of other pieces."""
+    while is_collect(gradient) or is_view(gradient) or is_cast(gradient):
+        gradient = gradient.all_input_nodes[0]
+    return gradient
+
+
+def _most(good: Callable[[Layout], int]) -> Choose:
+    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
+        found = [good(strategy.results[0]) for strategy in strategies]
+        return [i for i, count in enumerate(found) if count == max(found)]
+
+    return choose

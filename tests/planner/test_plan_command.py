@@ -1,0 +1,160 @@
+"""`autoshard plan` beside configurations of frameworks, and for the best shape of a mesh."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import MeshSpec, Plan
+from autoshard.cli import main
+from autoshard.planner.configuration import Configuration
+from autoshard.planner.meta_models import GivenModel, MetaModel
+from autoshard.planner.priced_runs import Machine, configured_plan, configured_run, model_flops, priced
+from autoshard.planning import canonical_capture
+from cost_model.memory import format_seconds
+from tests.profiles import slow_compute, waited_for
+
+MACHINE = Machine(slow_compute(), "cpu", None, "adamw", 60.0)
+Command = Callable[..., tuple[int, str, str]]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(self.up(x).relu())).square().mean()
+
+
+def given() -> GivenModel:
+    with torch.device("meta"):
+        return GivenModel(Residual(), (torch.zeros(8, 4, 16),), {})
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+WAITING = replace(MACHINE, profile=waited_for("h100"), device="cuda")
+
+
+def collectives(configuration: Configuration) -> Counter[str]:
+    plan, _ = configured_plan(given().call(8, 0, "none"), configuration, 8, WAITING)
+    return Counter(f"{one.phase} {one.kind}" for one in plan.collectives if one.nbytes > 8)
+
+
+def test_fsdp_gathers_what_it_reads_and_reduces_gradients() -> None:
+    """Two weights and two biases; the first weight's gradient needs no weight."""
+    assert collectives(Configuration("accelerate", shard=2)) == {
+        "forward all_gather": 4,
+        "backward all_gather": 1,
+        "backward reduce_scatter": 4,
+    }
+
+
+def test_ddp_reduces_gradients() -> None:
+    assert collectives(Configuration("accelerate", replicate=2)) == {"backward all_reduce": 4}
+
+
+def test_gathers_of_each_piece_cost_more_than_those_of_a_step() -> None:
+    """Of 4 micro-batches: ZeRO-3 gathers in each, ZeRO-1 once."""
+    each = Configuration("accelerate", shard=2, accumulation=4)
+    call = given().call(8, 0, "none")
+    runs = [priced(call, one, 8, WAITING) for one in (each, replace(each, each_piece=False))]
+    assert runs[0].seconds > 1.2 * runs[1].seconds
+
+
+def test_flops_of_a_step_are_three_times_those_of_the_forward() -> None:
+    model = given()
+    joint = canonical_capture(model.model, model.args, {}).joint
+    assert model_flops(joint) == 3 * 2 * (8 * 4) * (16 * 64 + 64 * 16)
+
+
+def test_a_configuration_beside_the_best_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    slow_compute().save(tmp_path / "slow.json")
+    Path("planned_residual.py").write_text(
+        "from tests.planner.test_plan_command import given\n"
+        "def made():\n    one = given()\n    return one.model, one.args\n"
+    )
+    Path("a.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nseed: 1\n")
+    options = ("planned_residual:made", "--device", "cpu", "--profile", "slow.json", "-o", "plan.json")
+    code, out, _ = command("plan", *options, "--accelerate", "a.yaml", "--memory-limit", "1GB")
+    assert code == 0 and "runs        accelerate: shard=2\n" in out and "not read    seed" in out
+    rows = {line[:11].strip(): line[12:] for line in out.splitlines()}
+    plan = Plan.load("plan.json")
+    assert plan.mesh == MeshSpec({"dp": 2}, "cpu")
+    assert rows["autoshard"].startswith(format_seconds(plan.step_time)) and "of 1GB" in rows["autoshard"]
+    assert rows["better"].split(": ")[0] in ("as it is", "parallelism_config_dp_shard_size: 1, "
+                                             "parallelism_config_tp_size: 2")  # fmt: skip
+    code, out, _ = command("plan", *options, "--gpus", "4")
+    assert code == 0 and "dp=4 " in out and "dp=2,tp=2 " in out and "mesh (dp=" in out
+    for wrong, named in [
+        (("--accelerate", "a.yaml", "--mesh", "dp=2"), "--mesh does not go with --accelerate"),
+        (("--accelerate", "a.yaml", "--megatron", "--bf16 --swiglu"), "does not go with"),
+        (("--gpus", "2", "--mesh", "dp=2"), "--mesh does not go with --gpus"),
+        (("--gpus", "2", "--stages", "dp"), "--stages does not go with --gpus"),
+        (("--gpus", "2", "--batch", "4"), "--batch does not go with a model"),
+    ]:
+        code, _, err = command("plan", *options, *wrong)
+        assert code == 1 and named in err and "\n  try: " in err, err
+    code, _, err = command("plan", "--mesh", "dp=2")
+    assert code == 1 and "needs a model" in err and "\n  try: " in err
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_two_depths_tell_of_all(recompute: str) -> None:
+    model = MetaModel.of(LLAMA, torch.bfloat16)
+    asked = Configuration("torchtitan", shard=2, tensor=2, recompute=recompute)  # type: ignore[arg-type]
+    machine = replace(MACHINE, optimizer="adamw, fp32 master")
+    run = configured_run(model, asked, 8, 64, machine)
+    whole = priced(model.call(8, 64, asked.recompute), asked, 8, machine)
+    assert run.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert run.nbytes == pytest.approx(whole.nbytes, rel=0.02)
+    assert run.flops == pytest.approx(whole.flops)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_in_stages(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 2"
+    said = f"--bf16 {sizes} --sequence-parallel"
+    code, out, _ = command(
+        "plan", "--hf", str(tmp_path), "--batch", "8", "--megatron", said, "--gpus", "4", "--seconds", "60"
+    )
+    assert code == 0 and "runs        Megatron-LM: pp=2, tp=2, sequence parallel; 1f1b\n" in out
+    assert "tokens a second" in out and "MFU" in out and "better " in out
+
+
+def test_what_is_no_language_model(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
+    code, _, err = command("plan", "--hf", str(tmp_path), "--batch", "8", "--gpus", "4")
+    assert code == 1 and "model_type is 'resnet'" in err and "try: autoshard plan module:function" in err

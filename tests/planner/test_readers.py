@@ -1,0 +1,149 @@
+"""Configurations of torchtitan, Megatron-LM and accelerate, read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoshard import ShardingError
+from autoshard.planner.configuration import Configuration
+from autoshard.planner.readers import accelerate, megatron, torchtitan
+
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 4
+[activation_checkpoint]
+mode = "full"
+[optimizer]
+lr = 3e-4
+"""
+MEGATRON = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 \\
+--global-batch-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --sequence-parallel \\
+--bf16 --lr 1e-4"""
+ACCELERATE = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: false
+gradient_accumulation_steps: 2
+"""
+
+
+def titan(tmp_path: Path, old: str = "", new: str = "", gpus: int | None = 16) -> Configuration:
+    file = tmp_path / "job.toml"
+    assert old in TITAN
+    file.write_text(TITAN.replace(old, new) if old else TITAN)
+    return torchtitan(file, gpus)
+
+
+def hugging_face(tmp_path: Path, more: str = "") -> Configuration:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(ACCELERATE + more)
+    return accelerate(file, None)
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    found = titan(tmp_path)
+    assert found.axes == {"shard": 4, "tp": 4} and found.gpus == 16
+    assert found.batch == 8 and found.sequence == 8192 and found.pieces(16) == 2
+    assert found.recompute == "full" and found.sequence_parallel and not found.compiled
+    assert found.model is not None and found.model["num_hidden_layers"] == 32
+    assert found.unread == ("optimizer",)
+    assert str(found) == "shard=4, tp=4, sequence parallel; blocks computed again"
+
+
+def test_megatron() -> None:
+    found = megatron(MEGATRON, 16)
+    # 2 data-parallel ranks of DDP: --use-distributed-optimizer is not given.
+    assert found.axes == {"pp": 4, "replicate": 2, "tp": 2}
+    assert found.pieces(64) == 16 and found.schedule == "1f1b" and found.unread == ("--lr",)
+    assert found.model is not None and found.model["model_type"] == "gpt2"
+    split = megatron(MEGATRON + " --use-distributed-optimizer --swiglu", 16)
+    assert split.axes == {"pp": 4, "shard": 2, "tp": 2} and not split.each_piece
+    assert split.model is not None and split.model["model_type"] == "llama"
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    found = hugging_face(tmp_path)
+    assert found.axes == {"shard": 8} and found.pieces(64) == 2 and not found.each_piece
+    assert found.batch == 0 and found.model is None
+    sizes = "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 4\n"
+    assert hugging_face(tmp_path, sizes).axes == {"replicate": 2, "shard": 4}
+
+
+def test_others_are_divisions_of_as_many_devices(tmp_path: Path) -> None:
+    found = titan(tmp_path)
+    others = list(found.others())
+    assert {one.gpus for one in others} == {16}
+    assert {(one.tensor, one.shard) for one in others} == {(1, 16), (2, 8), (4, 4), (8, 2)}
+    assert found in others and len(others) == 12
+    changed = next(one for one in others if one.tensor == 2 and one.recompute == "none")
+    assert found.changes(changed) == (
+        "parallelism.data_parallel_shard_degree = 8, parallelism.tensor_parallel_degree = 2, "
+        'activation_checkpoint.mode = "none"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("tensor_parallel_degree = 4", "context_parallel_degree = 2", "context_parallel_degree is 2"),
+        ("tensor_parallel_degree = 4", "new_degree = 4", "new_degree is 4"),
+        ("tensor_parallel_degree = 4", "tensor_parallel_degree = 'x'", "tensor_parallel_degree is 'x'"),
+        ("tensor_parallel_degree = 4", "tensor_parallel_degree = 5", "no multiple of the 5"),
+        ('mode = "full"', 'mode = "memory_budget"', "mode is 'memory_budget'"),
+        ("[optimizer]", "[float8]", "[float8]"),
+        ("[model]", "[model", "is no TOML"),
+    ],
+)
+def test_what_torchtitan_cannot_have_priced(tmp_path: Path, old: str, new: str, named: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        titan(tmp_path, old, new)
+    assert named in str(caught.value) and "\n  try: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("--context-parallel-size 2", "--context-parallel-size is 2"),
+        ("--moe-grouped-gemm", "--moe-grouped-gemm"),
+        ("--seq-length x", "--seq-length"),
+        ("--fp16", "--fp16"),
+    ],
+)
+def test_what_megatron_cannot_have_priced(more: str, named: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        megatron(f"{MEGATRON} {more}", 16)
+    assert named in str(caught.value) and "\n  try: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("distributed_type: DEEPSPEED", "distributed_type is 'DEEPSPEED'"),
+        ("mixed_precision: fp16", "mixed_precision is 'fp16'"),
+        ("fsdp_config:\n  fsdp_offload_params: true", "fsdp_offload_params is True"),
+        ("- a", "is no YAML"),
+    ],
+)
+def test_what_accelerate_cannot_have_priced(tmp_path: Path, more: str, named: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        hugging_face(tmp_path, more)
+    assert named in str(caught.value) and "\n  try: " in str(caught.value)
+
+
+def test_gpus_must_be_known(tmp_path: Path) -> None:
+    with pytest.raises(ShardingError, match="how many GPUs"):
+        titan(tmp_path, gpus=None)
+    with pytest.raises(ShardingError, match="try: --batch 16"):
+        megatron(MEGATRON, 16).pieces(13)
