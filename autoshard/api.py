@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,12 +16,14 @@ from autoshard.arguments import (
     OptimizerLike,
     check_call_placements,
     check_choices,
+    check_inference,
     checked_dynamic,
     checked_micro_batches,
     checked_model,
     checked_race,
     optimizer_name,
 )
+from autoshard.call_ends import as_inference
 from autoshard.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
 from autoshard.plan.other_sizes import checked_sizes
@@ -39,6 +42,7 @@ from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import check_backend
 from passes.ir.process_state import random_state_kept
+from passes.ir.routing import checked_routing
 
 T = TypeVar("T")
 
@@ -69,6 +73,8 @@ def autoshard(
     batch: str = "global",
     dynamic: Collection[str] | None = None,
     sizes: Mapping[str, tuple[int, int]] | None = None,
+    inference: bool = False,
+    routing: float | Sequence[float] | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -131,6 +137,12 @@ def autoshard(
     sizes:          least and largest by name, {"sequence": (1, 8192)}, of the whole call: the plan fits `memory_limit`
                     at the largest of each as well, together; the names are those of `dynamic`.
 
+    inference:      plan for calls in `eval()` without gradients, as `generate()` makes them: `example_inputs`, or the
+                    first call, decides the parameters' layouts, and caches stay split as the plan has them
+                    (docs/generation.md).
+    routing:        how uneven the loads of experts are, as `find_plan` takes it: for time and memory; a rank always
+                    computes all rows of its experts.
+
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
 
@@ -144,6 +156,7 @@ def autoshard(
         """All but the profile, where none is given: that is measured when everything else is right."""
         checked_model(model)
         check_backend(backend)
+        check_inference(inference, micro_batches, stages)
         check_choices(refine=refine, recompute=recompute, batch=batch, tune=tune)
         check_call_placements(in_placements, out_placements, spec)
         limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -177,6 +190,8 @@ def autoshard(
             batch=batch,
             dynamic=checked_dynamic(dynamic),
             sizes=checked_sizes(sizes),
+            inference=inference,
+            routing=checked_routing(routing),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")
@@ -192,7 +207,8 @@ def autoshard(
     detach = attach(model, mesh)
     if call is not None:
         try:
-            dispatcher.prepare(*call)
+            with as_inference(model) if inference else nullcontext():
+                dispatcher.prepare(*call)
         except BaseException:
             _uninstall(model, before)
             detach()

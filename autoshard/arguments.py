@@ -172,6 +172,17 @@ def checked_micro_batches(micro_batches: object) -> int | str:
     return checked_count(micro_batches, "micro_batches", least=1)
 
 
+def check_inference(inference: object, micro_batches: object, stages: object) -> None:
+    """ShardingError unless it is a flag, and what is asked for besides has no need of a backward."""
+    if not isinstance(inference, bool):
+        raise reject("inference", inference, "True or False")
+    if inference and (micro_batches != 1 or stages is not None):
+        raise ShardingError(
+            f"inference=True plans calls without a backward, and micro_batches={micro_batches!r} with "
+            f"stages={stages!r} divides training\n  try: micro_batches=1, stages=None"
+        )
+
+
 def check_autocast(dtype: object) -> None:
     """ShardingError for a dtype that autocast does not cast to."""
     if dtype is not None and not (

@@ -1,10 +1,7 @@
-"""One rank's arguments as the global call, of which some inputs are shards; and what becomes of its outputs: gathered
-on every rank, left as the plan has them, or in the layout asked for."""
+"""One rank's arguments as the global call, of which some inputs are shards."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.errors import ShardingError, shown
 from cost_model.mesh import MeshSpec
-from passes.capture import Captured
-from passes.capture.call import flatten_call, number_indices, tensor_names, tensor_paths
+from passes.capture.call import flatten_call, tensor_names
 from passes.capture.trees import unflatten
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -151,12 +147,14 @@ Shapes = Callable[[list[tuple[int, ...]]], list[list[tuple[int, ...]]]]
 @dataclass(frozen=True)
 class GlobalCall:
     """args, kwargs: the call with every shard replaced by a tensor of its global shape, for tracing
-    only. layouts: by tensor position, of the inputs that are shards. shapes: global, per tensor."""
+    only. layouts: by tensor position, of the inputs that are shards. shapes: global, per tensor. dtensors: which inputs
+    are some."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     layouts: Mapping[int, Layout]
     shapes: tuple[tuple[int, ...], ...]
+    dtensors: frozenset[int] = frozenset()
 
 
 def alike(mesh: MeshSpec) -> Shapes:
@@ -192,6 +190,7 @@ def global_call(
         rows = tuple(Shard(0) if axis in batch_axes else Replicate() for axis in mesh.names)
         given = dict.fromkeys(_of_the_batch(shapes), rows) | given
     layouts: dict[int, Layout] = {}
+    dtensors = frozenset(i for i, tensor in enumerate(tensors) if isinstance(tensor, DTensor))
     for position, tensor in enumerate(tensors):
         what = f"input {names[position]}"
         if isinstance(tensor, DTensor):
@@ -204,7 +203,7 @@ def global_call(
         layouts[position] = layout
         tensors[position] = _stand_in(tensor, shape)
     new_args, new_kwargs = unflatten(key.tree, tensors)
-    return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors))
+    return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors), dtensors)
 
 
 def axes_of_batch(batch: str, mesh: MeshSpec, stages: str | None) -> tuple[str, ...]:
@@ -246,54 +245,3 @@ def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of the global shape for tracing; its values are never read, so it has no storage."""
     stand_in = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return stand_in.requires_grad_(tensor.requires_grad)
-
-
-def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> dict[int, Layout | None]:
-    """Layout per tensor output of a call that is not gathered; None where it stays as the plan likes, a DTensor.
-
-    None for `out_placements` gathers all, but in training, where there is a loss (a scalar with a gradient), large
-    outputs beside it: logits and caches that nobody asked for. What a forward leaves in attributes is gathered
-    unless it is large; numbers (`loss.item()`) always are.
-    """
-    values = _values(captured)
-    returned = [index for index in sorted(values) if index < captured.call.returned]
-    left = {index: None for index in values if index not in returned and _is_large(values[index])}
-    if isinstance(out_placements, str):  # "keep", as `check_call_placements` has seen
-        return {**dict.fromkeys(returned), **left}
-    if out_placements is None:
-        return {**dict.fromkeys(_unasked(captured, returned, values)), **left}
-    paths = tensor_paths(captured.call.returned_tree)
-    names = [_output_name(paths[i], i) for i in returned]
-    given = matched_placements(out_placements, names, mesh, argument="out_placements")
-    asked: dict[int, Layout | None] = {
-        i: placements_to_layout(placements, tuple(values[i].shape), mesh, what=f"output {i}")
-        for i, placements in given.items()
-        if placements is not None
-    }
-    return {**asked, **left}
-
-
-def _values(captured: Captured) -> dict[int, torch.Tensor]:
-    joint, numbers = captured.joint, number_indices(captured.call.outputs)
-    return {
-        spec.index: result.meta["val"]
-        for spec, result in joint.returned
-        if spec.kind == "output" and result is not None and spec.index not in numbers
-    }
-
-
-def _unasked(captured: Captured, returned: list[int], values: Mapping[int, torch.Tensor]) -> list[int]:
-    trained = {spec.index for spec in captured.joint.inputs if spec.kind == "tangent"}
-    has_loss = any(i in trained and values[i].numel() == 1 for i in returned)
-    return [i for i in returned if has_loss and values[i].numel() > 1 and _is_large(values[i])]
-
-
-def _output_name(path: str, position: int) -> str:
-    """An output's name in the dict or object that holds it, "logits"; of others the position."""
-    named = re.match(r"(?:\.|\[['\"])(\w+)(?:['\"]\])?", path)
-    return named[1] + path[named.end() :] if named else f"output {position}"
-
-
-def _is_large(value: torch.Tensor) -> bool:
-    # 1 MiB is far below the logits of any language model, and above what a training loop logs.
-    return math.prod(value.shape) * value.element_size() > 1 << 20

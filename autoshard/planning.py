@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,18 +21,20 @@ from autoshard.arguments import (
     check_call_placements,
     check_choices,
     check_device,
+    check_inference,
     check_profile_kind,
     checked_micro_batches,
     checked_model,
     optimizer_name,
 )
-from autoshard.global_call import as_call, axes_of_batch, global_call, output_layouts
+from autoshard.call_ends import CallEndsAsked, as_inference, autocast_as, capture_as_now
+from autoshard.global_call import as_call, axes_of_batch, global_call
 from autoshard.plan.answer import Listener, OnBetter
 from autoshard.plan.division import Division, checked_schedule, checked_stages
-from autoshard.plan.other_sizes import Capture, OtherSizes, checked_sizes
+from autoshard.plan.other_sizes import OtherSizes, checked_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
-from autoshard.plan.task import CallLayouts, Task
+from autoshard.plan.task import Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import may_refine, shared_refined_plan
 from cost_model.deadline import Deadline
@@ -43,10 +45,11 @@ from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
+from passes.canonicalize.mark_rows import experts_of
 from passes.capture import Captured, capture
-from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
 from passes.ir.process_state import collector_paused, random_state_kept
+from passes.ir.routing import BALANCED, Routing, check_experts, checked_routing
 from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
 
 ProfileLike = Profile | str | os.PathLike[str] | None
@@ -99,6 +102,8 @@ def find_plan(
     batch: str = "global",
     on_better: OnBetter | None = None,
     sizes: Mapping[str, tuple[int, int]] | None = None,
+    inference: bool = False,
+    routing: float | Sequence[float] | None = None,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -138,6 +143,11 @@ def find_plan(
     gap:            share of the step by which the plan may be above the bound when the search ends by itself; 0: it
                     goes on as long as there is something to try.
     batch:          "per_rank": `example_inputs` are one rank's part of the batch, all ranks' alike, as in `autoshard`.
+    inference:      plan the call in `eval()` and without gradients, for its latency: a prefill, or a token with the
+                    cache that `example_inputs` hold. No gradients and no optimizer's states count, and a cache is laid
+                    out as the call's ops are: by heads, sequence or batch (docs/generation.md).
+    routing:        how uneven the loads of experts are: rows of the fullest rank over those of equally loaded experts,
+                    1.5, or rows by expert, in any unit. Time and memory are those of that rank. None: equally loaded.
     sizes:          least and largest, by name, {"sequence": (1, 8192)}: the plan fits `memory_limit` at the largest of
                     each as well, together ("batch", "sequence", "height", "width", as `Plan.at` takes them).
     on_better:      called with an `Answer`, the best plan so far and its bound, as soon as there is a better one or
@@ -153,11 +163,13 @@ def find_plan(
     check_choices(refine=refine, recompute=recompute, batch=batch)
     pieces = checked_micro_batches(micro_batches)
     staged = checked_stages(stages, spec)
+    check_inference(inference, micro_batches, stages)
     only = checked_schedule(schedule, staged)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
     ranges = checked_sizes(sizes)
     ends_at = checked_share(gap, "gap")
+    routed = checked_routing(routing)
     listener = None if on_better is None else Listener(on_better)
     deadline = Deadline.after(seconds, listener)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -168,11 +180,14 @@ def find_plan(
     # Last, since without a profile it may measure.
     loaded = load_profile(profile, mesh)
     given = global_call(args, kwargs, spec, in_placements, batch_axes=axes_of_batch(batch, spec, staged))
-    with autocast_as(spec, autocast):
-        captured = canonical_capture(model, given.args, given.kwargs, device=torch.device(spec.device_type))
-    ends = lambda captured: output_layouts(captured, spec, out_placements)
-    call = CallLayouts(given.layouts, ends(captured))
-    again = capture_as_now(partial(canonical_capture, device=torch.device(spec.device_type)), spec, autocast)
+    capture_here = partial(canonical_capture, device=torch.device(spec.device_type), routing=routed)
+    as_called = as_inference(model) if inference else nullcontext()
+    with as_called, autocast_as(spec, autocast):
+        captured = capture_here(model, given.args, given.kwargs)
+    check_experts(routed, experts_of(captured.joint.graph))
+    ends = CallEndsAsked(spec, out_placements, inference, given.dtensors)
+    call = ends(captured, given.layouts)
+    again = capture_as_now(capture_here, spec, autocast, inference)
     task = Task(
         captured,
         loaded,
@@ -196,27 +211,6 @@ def find_plan(
     return plan
 
 
-def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Autocast of the mesh's devices to `dtype`; nothing for None. ShardingError for a dtype it does not cast to."""
-    check_autocast(dtype)
-    if dtype is None:
-        return nullcontext()
-    return autocast_on(mesh.device_type, dtype)
-
-
-def capture_as_now(capture: Capture, mesh: MeshSpec, autocast: torch.dtype | None = None) -> Capture:
-    """`capture`, with gradients and autocast as they are now."""
-    grad, device = torch.is_grad_enabled(), mesh.device_type
-    if autocast is None and torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
-
-    def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        with torch.set_grad_enabled(grad), autocast_as(mesh, autocast), random_state_kept():
-            return capture(model, args, kwargs)
-
-    return captured
-
-
 @collector_paused()
 def canonical_capture(
     model: nn.Module,
@@ -227,9 +221,11 @@ def canonical_capture(
     forward: Callable[..., Any] | None = None,
     answers: Sequence[torch.Tensor] = (),
     sizes: SymbolicShapes | None = None,
+    routing: Routing = BALANCED,
 ) -> Captured:
     """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
     captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers, sizes=sizes)
+    captured = replace(captured, joint=replace(captured.joint, routing=routing))
     with nullcontext() if sizes is None else symbolic_sizes():
         return replace(captured, joint=canonicalize(captured.joint))
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import Plan, autoshard
+from autoshard.call_ends import output_layouts
 from autoshard.demo import GPT, GPTConfig, batches
-from autoshard.global_call import global_call, output_layouts
+from autoshard.global_call import global_call
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planning import canonical_capture
 from autoshard.profiling.startup import startup_profile

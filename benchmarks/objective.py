@@ -26,8 +26,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from autoshard import InfeasibleError, MeshSpec, Profile
+from autoshard.call_ends import output_layouts
 from autoshard.command_words import parse_mesh
-from autoshard.global_call import output_layouts
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.planning import canonical_capture
 from benchmarks.rivals.cases import NETWORKS

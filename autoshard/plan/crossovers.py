@@ -106,7 +106,7 @@ def _of_size(plan: PlanContent, again: Again, name: str, ends: object) -> Iterat
     def seconds(one: PlanContent, size: float) -> float:
         key = id(one), int(size)
         if key not in known:
-            known[key] = one, carried(one, {name: int(size)}).step_time
+            known[key] = one, carried(one, {name: int(size)}, None).step_time
         return known[key][1]
 
     search = lambda size: again.search(Variant(sizes={name: int(size)}))

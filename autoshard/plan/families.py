@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from autoshard.plan.plan_content import PlanContent
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from passes.ir.routing import Routing
 
 Role = Literal["whole", "stored", "used"]
 """Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
@@ -180,7 +181,11 @@ class Sizes(Protocol):
 
     def task(self, task: Any, sizes: Mapping[str, int]) -> Any: ...
 
-    def plan(self, task: Any, plan: Any, sizes: Mapping[str, int]) -> Any: ...
+    def plan(self, task: Any, plan: Any, sizes: Mapping[str, int], routing: Routing | None = None) -> Any: ...
+
+
+Carried = Callable[[PlanContent, Mapping[str, int], Routing | None], PlanContent]
+"""What a plan is at other sizes, and with other loads of experts, where they are given."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ class Again:
     search: Callable[[Variant], PlanContent]
     step_seconds: Callable[[PlanContent, Variant], float]
     paced: Callable[[float], Again]
-    carried: Callable[[PlanContent, Mapping[str, int]], PlanContent] | None
+    carried: Carried | None
     shapes: tuple[tuple[int, ...], ...]
     ranges: Ranges
 

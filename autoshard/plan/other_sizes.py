@@ -21,15 +21,19 @@ from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.task import Task
 from cost_model.errors import InfeasibleError, PlanError, reject
 from cost_model.mesh import MeshSpec
+from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
 from passes.capture.trees import unflatten
+from passes.ir.routing import Routing
 from passes.ir.size_names import check_size_names, resized_shapes
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 
 Capture = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured]
 """Captures a call of the model, canonical, as the first was captured: with gradients, autocast and device as then."""
+Ends = Callable[[Captured, Mapping[int, Layout]], CallLayouts]
+"""Of a captured call, given the layouts of its inputs."""
 _log = logging.getLogger("autoshard")
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -38,7 +42,7 @@ Shapes = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class OtherSizes:
     """key: of the global call, whose tensors are not kept; layouts: of those of which ranks hold shards. first: its
-    graph. ends: layouts of the outputs of a call that was captured. ranges: at whose ends a plan fits the memory limit
+    graph. ends: of a call that was captured. ranges: at whose ends a plan fits the memory limit
     too; {}: none is asked."""
 
     model: nn.Module
@@ -47,7 +51,7 @@ class OtherSizes:
     layouts: Mapping[int, Layout]
     first: Captured
     capture: Capture
-    ends: Callable[[Captured], dict[int, Layout | None]]
+    ends: Ends
     ranges: Ranges
     known: dict[Shapes, Captured] = field(default_factory=dict[Shapes, Captured])
 
@@ -58,7 +62,7 @@ class OtherSizes:
         given: GlobalCall,
         first: Captured,
         capture: Capture,
-        ends: Callable[[Captured], dict[int, Layout | None]],
+        ends: Ends,
         ranges: Ranges,
     ) -> OtherSizes:
         """ShardingError for a size that the call does not have."""
@@ -83,10 +87,13 @@ class OtherSizes:
         where it is no longer as it was."""
         return _cut(self._whole(task, sizes), task.joint.pieces, task.joint.head_pieces)
 
-    def plan(self, task: Task, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    def plan(self, task: Task, plan: Plan, sizes: Mapping[str, int], routing: Routing | None = None) -> Plan:
         """What `plan` is at these sizes: its layouts, and what it computes again. No limit is asked; nothing is proven
-        of it."""
+        of it. routing: of rows to experts; None: as it was."""
         there = self._whole(replace(task, memory_limit=None), sizes)
+        if routing is not None:
+            captured = there.captured
+            there = replace(there, captured=replace(captured, joint=with_routing(captured.joint, routing)))
         if isinstance(plan, PipelinePlan):
             return carried_stages(there, plan)
         return carried_plan(_cut(there, plan.micro_batches, plan.head_pieces), plan, judge=True)
@@ -96,7 +103,7 @@ class OtherSizes:
         captured = self._captured(shapes)
         lay = lambda i, layout: Layout.of(shapes[i], self.mesh, layout.dims, layout.partial)
         layouts = {i: lay(i, layout) for i, layout in self.layouts.items()}
-        return replace(task, captured=captured, call=CallLayouts(layouts, self.ends(captured)))
+        return replace(task, captured=captured, call=self.ends(captured, layouts))
 
     def _captured(self, shapes: Shapes) -> Captured:
         if not self.known:

@@ -224,7 +224,8 @@ def _keep(path: Path, data: Any) -> None:
 def plan_path(task: Task, *more: object) -> Path:
     """The file of a task: named by all that decides its plan, this code included, and by `more`."""
     call = task.call
-    ends = [sorted(map(str, one.items())) for one in (task.pins, call.inputs, call.outputs)]
+    given = task.pins, call.inputs, call.outputs, call.state
+    ends = [sorted(map(str, one.items())) for one in given]
     chosen = users_choice(task.joint) if task.recompute == "user" else []
     prices = [str(task.mesh), task.mesh.device_type, task.profile.hash(), task.memory_limit, task.backend]
     decides = [
@@ -235,6 +236,7 @@ def plan_path(task: Task, *more: object) -> Path:
         task.recompute,
         task.optimizer,
         task.gap,
+        task.joint.routing,
         *chosen,
         torch.__version__,
         code_fingerprint(),

@@ -35,6 +35,7 @@ class PlanOrigin(Struct, frozen=True, forbid_unknown_fields=True):
     graph_hash: of the canonical joint graph. autoshard, torch: versions. timed: hash of the kernels and collectives
     whose times took the place of modelled prices; "": none, the plan is unrefined. optimizer: by its name in
     `cost_model.memory.OPTIMIZERS`, whose states and update are counted; "": none, or an older file does not say.
+    routing: a factor, or rows by expert as shares (`passes.ir.routing`); (): experts are equally loaded.
     """
 
     profile: Text
@@ -45,6 +46,7 @@ class PlanOrigin(Struct, frozen=True, forbid_unknown_fields=True):
     torch: Text
     timed: Text = ""
     optimizer: Text = ""
+    routing: tuple[float, ...] = ()
 
     @staticmethod
     def of(
@@ -61,6 +63,7 @@ class PlanOrigin(Struct, frozen=True, forbid_unknown_fields=True):
             torch=torch.__version__,
             timed="" if timed is None else timed.hash,
             optimizer=optimizer if joint.trained else "",
+            routing=joint.routing.numbers,
         )
 
 

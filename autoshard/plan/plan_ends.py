@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -151,16 +151,18 @@ def result_layouts(results: Iterable[fx.Node | None], assignment: Assignment) ->
 class CallLayouts:
     """How a call's tensors are laid out: by position, the layout of inputs that are not global and
     of outputs that are not; None leaves an output to the search. free: outputs that are left to it even where they
-    get no gradient."""
+    get no gradient. state: outputs that are new values of inputs, whose layout they have, by its position: the
+    search's, where `inputs` says none."""
 
     inputs: Mapping[int, Layout]
     outputs: Mapping[int, Layout | None]
     free: frozenset[int] = frozenset()
+    state: Mapping[int, int] = field(default_factory=dict)
 
     def settled(self, found: Mapping[int, Layout | None]) -> CallLayouts:
         """With the layouts that were found for what is free."""
         free = {i: layout for i, layout in found.items() if i in self.free}
-        return CallLayouts(self.inputs, {**self.outputs, **free})
+        return replace(self, outputs={**self.outputs, **free}, free=frozenset())
 
 
 def program_fields(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import made_of_parameters, race_lines, stages_words
 from cost_model.memory import format_bytes, format_seconds
+from passes.ir.routing import Routing
+from passes.layout.layout import nested_sizes
 from passes.plan.planned_graph import NodeRecord
 
 MOST = 0.5
@@ -41,7 +43,7 @@ def _lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
         yield "batch", f"in {plan.micro_batches} pieces, one after the other"
     for axis in plan.mesh.real_axes():
         if axis != plan.axis:
-            yield axis, axis_words([stage.records for stage in plan.stages], axis)
+            yield axis, axis_words([stage.records for stage in plan.stages], axis, load_words(plan, axis))
     for line in race_lines(plan.race)[:1]:
         yield "raced", line
     yield "more", 'plan.explain(), plan.explain("name"), plan.why_not("FSDP"), plan.draw("plan.html")'
@@ -109,6 +111,16 @@ class AxisUses:
         return self.dims[dim] / max(1, sum(self.dims.values()))
 
 
+def load_words(plan: PlanContent, axis: str) -> str:
+    """Of experts, where the axis splits them."""
+    numbers, count = plan.origin.routing, plan.mesh.size(axis)
+    if not numbers:
+        return "experts equally loaded"
+    routing = Routing.of(numbers)
+    more = count * routing.share(nested_sizes(max(count, len(routing.shares)), (count,)))
+    return f"time and memory for {more:.2f} times the rows of equal loads"
+
+
 def axis_uses(stages: Iterable[Sequence[NodeRecord]], axis: str) -> AxisUses:
     """stages: the records of each stage's graph."""
     uses = AxisUses()
@@ -119,12 +131,14 @@ def axis_uses(stages: Iterable[Sequence[NodeRecord]], axis: str) -> AxisUses:
     return uses
 
 
-def axis_words(stages: Iterable[Sequence[NodeRecord]], axis: str) -> str:
-    """ "tensor parallel with sequence parallelism", "FSDP; batch split"."""
+def axis_words(
+    stages: Iterable[Sequence[NodeRecord]], axis: str, load: str = "experts equally loaded"
+) -> str:
+    """ "tensor parallel with sequence parallelism", "FSDP; batch split". load: of experts, in words."""
     uses = axis_uses(stages, axis)
     where_stored, gathered = uses.where_stored, uses.gathered
     split = [dim for dim in ("batch", "sequence", "space") if uses.share_of_dims(dim) >= MOST / 2]
-    names = ["expert parallel (experts equally loaded)"] if uses.experts else []
+    names = [f"expert parallel ({load})"] if uses.experts else []
     if where_stored >= SOME and not (uses.experts and where_stored < MOST):
         part = "" if where_stored >= 1.0 - SOME else f" of {where_stored:.0%} of the weights"
         sequence = ""

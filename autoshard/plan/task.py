@@ -119,7 +119,7 @@ class Task:
 
     def _boundary(self, joint: JointGraph, call: CallLayouts) -> Boundary:
         pins = by_first_name(self.pins, self.captured)
-        return boundary_of(joint, pins, call.inputs, call.outputs, call.free)
+        return boundary_of(joint, pins, call.inputs, call.outputs, call.free, call.state)
 
     def again(self) -> Again:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""

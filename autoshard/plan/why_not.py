@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -15,6 +15,7 @@ from autoshard.plan.explain import plan_difference
 from autoshard.plan.families import (
     FAMILIES,
     Again,
+    Carried,
     Family,
     Variant,
     asked_otherwise,
@@ -29,6 +30,7 @@ from cost_model.errors import InfeasibleError, PlanError, reject
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
+from passes.ir.routing import checked_routing
 from passes.layout.layout import NodeLayouts
 from passes.search.search_terms import Choose, Narrowing
 from passes.states.compute_again import AGAIN
@@ -40,22 +42,25 @@ class PlanQuestions(PlanContent):
 
     again: Again | None = field(default=None, compare=False, repr=False)
 
-    def at(self, **sizes: int) -> Self:
+    def at(self, *, routing: float | Sequence[float] | None = None, **sizes: int) -> Self:
         """The plan at other sizes of its call, `plan.at(sequence=4096)`: its layouts wherever they fit and what it
         computes again, predicted anew; nothing is proven of it, and no memory limit is asked.
 
         sizes: "batch", "sequence", "height", "width" (docs/plans.md), of the whole call; what is not named stays.
+        routing: how unevenly experts are loaded there, as `find_plan` takes it; None: as the plan has it.
         PlanError as `crossovers`, ShardingError for a size that the call does not have, CaptureError for one that the
         model does not take."""
-        return cast(Self, self._carried("at(...)")(self, sizes))
+        return cast(
+            Self, self._carried("at(...)")(self, sizes, None if routing is None else checked_routing(routing))
+        )
 
-    def step_time_at(self, **sizes: int) -> float:
-        """Predicted seconds of a step of the plan's layouts at other sizes (`at`)."""
-        return self.at(**sizes).step_time
+    def step_time_at(self, **there: Any) -> float:
+        """Predicted seconds of a step of the plan's layouts at other sizes, or with other loads of experts (`at`)."""
+        return self.at(**there).step_time
 
-    def memory_at(self, **sizes: int) -> int:
-        """Predicted bytes on the fullest device at other sizes (`at`)."""
-        return self.at(**sizes).peak_memory
+    def memory_at(self, **there: Any) -> int:
+        """Predicted bytes on the fullest device at other sizes, or with other loads of experts (`at`)."""
+        return self.at(**there).peak_memory
 
     def size_crossovers(self, **ranges: tuple[int, int]) -> tuple[SizeCrossover, ...]:
         """From which size on another plan wins, and which: of each name the nearest below and above, within the range
@@ -93,7 +98,7 @@ class PlanQuestions(PlanContent):
             return why_not_family(self, again, parameter)
         return why_not_pinned(self, again, parameter, placements)
 
-    def _carried(self, question: str) -> Callable[[PlanContent, Mapping[str, int]], PlanContent]:
+    def _carried(self, question: str) -> Carried:
         again = self.again
         if again is None or again.carried is None:
             raise PlanError(

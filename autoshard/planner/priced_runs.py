@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard.global_call import output_layouts
+from autoshard.call_ends import output_layouts
 from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan

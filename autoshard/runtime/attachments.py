@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
     """Let every layer with parameters run on DTensor's own ops when it is called outside the model's forward.
 
     Tensors of such a call are the same on every rank, and so is what it returns; gradients flow through. It is as
-    slow as DTensor is. A call with a DTensor among its arguments is torch's own.
+    slow as DTensor is. Without gradients, as `generate()` calls an encoder, every rank has the layer's whole parameters
+    for the call, and runs it as it is. A call with a DTensor among its arguments is torch's own.
     """
     calls = _DirectCalls()
     handles: list[RemovableHandle] = []
@@ -52,6 +53,10 @@ class _DirectCalls:
         mesh = _mesh_of(module)
         if mesh is None or self._outermost is not None or _any_dtensor((args, kwargs)):
             return None
+        if not torch.is_grad_enabled() and all(p.device_mesh == mesh for p in _dtensors(module)):
+            self._outermost, self._mixing = module, _whole_parameters(module)
+            self._mixing.__enter__()
+            return None
         replicated = [Replicate()] * mesh.ndim
         wrap = lambda value: DTensor.from_local(value, mesh, replicated, run_check=False)
         wrapped = pytree.tree_map_only(Tensor, wrap, (args, kwargs))
@@ -61,17 +66,45 @@ class _DirectCalls:
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if module is not self._outermost:
-            return None
+            # torch loses, in views, what is pending of rows that another rank has.
+            return (
+                _summed(output) if self._outermost is not None and isinstance(module, nn.Embedding) else None
+            )
         self._mixing.__exit__(None, None, None)
         self._outermost, self._mixing = None, nullcontext()
         return pytree.tree_map_only(DTensor, lambda value: value.full_tensor(), output)
 
 
+def _dtensors(module: nn.Module) -> Iterator[DTensor]:
+    return (parameter for parameter in module.parameters() if isinstance(parameter, DTensor))
+
+
+@contextmanager
+def _whole_parameters(module: nn.Module) -> Generator[None]:
+    whole = {id(parameter): parameter.full_tensor() for parameter in _dtensors(module)}
+    tables = [table for one in module.modules() if (table := one._parameters)]
+    places = [(table, name, p) for table in tables for name, p in table.items() if id(p) in whole]
+    try:
+        for table, name, parameter in places:
+            table[name] = whole[id(parameter)]  # type: ignore[assignment]
+        yield
+    finally:
+        for table, name, parameter in places:
+            table[name] = parameter
+
+
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:
     """None while parameters are plain: before the first call, and while a call is captured. Of all stages, where they
     are of some."""
-    found = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+    found = next((parameter.device_mesh for parameter in _dtensors(module)), None)
     return None if found is None else pipeline_mesh_of(found) or found
+
+
+def _summed(output: Any) -> Any:
+    if not isinstance(output, DTensor):
+        return output
+    whole = [Replicate() if placement.is_partial() else placement for placement in output.placements]
+    return output.redistribute(placements=whole)
 
 
 def _any_dtensor(values: Any) -> bool:

@@ -15,7 +15,7 @@ from autoshard.plan.plan import Plan
 from autoshard.progress import Say
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, plain_input, wrapped_output
+from autoshard.runtime.leaves import CallEnds, InputSide, output_wrapper, plain_input
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.process_groups import local_device
@@ -156,7 +156,7 @@ class Executable:
         self._given: list[GraphInput] = []
         self._leaves: list[Leaf] = []
         self._has_run = False
-        self._outputs: Sequence[OutputSide] = ()
+        self._outputs: Sequence[Callable[[Tensor], Tensor]] = ()
 
     @property
     def moves(self) -> bool:
@@ -168,7 +168,8 @@ class Executable:
 
     def _take(self, running: Running) -> None:
         joint, ends = running.captured.joint, running.ends
-        self._running, self._outputs = running, ends.outputs
+        self._running = running
+        self._outputs = [output_wrapper(side, self._home.mesh, self._home.spec) for side in ends.outputs]
         self._given = [spec for spec in joint.inputs if spec.kind != "tangent"]
         self._leaves = [
             _leaf(self._home, joint, spec, side) for spec, side in zip(self._given, ends.inputs, strict=True)
@@ -187,10 +188,7 @@ class Executable:
                 arrived(leaf, spec.name, local_device(home.mesh))  # an error for a parameter on meta
             self._has_run = True
         outputs = running.program(leaves)
-        wrapped = [
-            wrapped_output(value, side, home.mesh, home.spec)
-            for value, side in zip(outputs, self._outputs, strict=True)
-        ]
+        wrapped = [wrap(value) for wrap, value in zip(self._outputs, outputs, strict=True)]
         return self._spec.unflatten(wrapped, args, kwargs)
 
 

@@ -76,7 +76,7 @@ def _tell_far(plan: Plan, again: Again, name: str, size: int, say: Say, talk: Ta
     now, carried = size_named(again.shapes, name), again.carried
     assert carried is not None
     for won in size_crossovers(plan, again, {name: (min(now, size), max(now, size))}):
-        ours, other = (format_seconds(carried(one, {name: size}).step_time) for one in (plan, won.plan))
+        ours, other = (format_seconds(carried(one, {name: size}, None).step_time) for one in (plan, won.plan))
         side = "down" if size < now else "on"
         say(
             f"sizes: at {name} {size} the plan, found at {now}, takes {ours} a step, and another {other}, which wins "

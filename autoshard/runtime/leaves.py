@@ -88,6 +88,8 @@ def plain_input(value: Tensor, side: InputSide, mesh: DeviceMesh, spec: MeshSpec
     if not isinstance(value, DTensor):
         return value
     wanted = layout_to_placements(side.layout, spec)
+    if value.placements == wanted and not value.requires_grad:
+        return local_of(value)
     return value.redistribute(mesh, wanted).to_local()
 
 
@@ -98,15 +100,24 @@ def sliced(value: Tensor, side: InputSide, spec: MeshSpec, rank: int) -> Tensor:
     return shard_of(value, side.layout, spec, rank)
 
 
-def wrapped_output(value: Tensor, side: OutputSide, mesh: DeviceMesh, spec: MeshSpec) -> Tensor:
-    """An output as the caller wants it (differentiable)."""
+def output_wrapper(side: OutputSide, mesh: DeviceMesh, spec: MeshSpec) -> Callable[[Tensor], Tensor]:
+    """Makes of an output what the caller wants (differentiable)."""
     if side.returned != "dtensor":
-        return value
+        return lambda value: value
     stride = torch.empty(side.shape, device="meta").stride()
     placements = layout_to_placements(side.layout, spec)
-    return DTensor.from_local(
-        value, side.mesh or mesh, placements, run_check=False, shape=torch.Size(side.shape), stride=stride
-    )
+    where, shape = side.mesh or mesh, torch.Size(side.shape)
+    sharding: Any = None
+
+    def wrapped(value: Tensor) -> Tensor:
+        nonlocal sharding
+        if sharding is not None and not value.requires_grad:
+            return dtensor_from(value, sharding)
+        found = DTensor.from_local(value, where, placements, run_check=False, shape=shape, stride=stride)
+        sharding = sharding_of(found)
+        return found
+
+    return wrapped
 
 
 def conform(value: Tensor, like: Tensor) -> Tensor:

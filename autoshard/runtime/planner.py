@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.call_ends import CallEndsAsked
+from autoshard.global_call import GlobalCall
 from autoshard.plan.answer import Listener
 from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
@@ -41,6 +43,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
+from passes.ir.routing import BALANCED, Routing
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import Uncut
 
@@ -69,12 +72,17 @@ class Settings:
     tune: str = "first"
     dynamic: tuple[str, ...] = ()
     sizes: Ranges = field(default_factory=dict)
+    inference: bool = False
+    routing: Routing = BALANCED
 
     @property
     def starts_at_once(self) -> bool:
         """Whether the first step comes before the plan is the best that can be found. A race is before all steps, and
         parameters do not go from some stages to others."""
         return self.tune != "first" and self.race < 2 and self.stages is None
+
+    def ends(self, spec: MeshSpec, call: GlobalCall) -> CallEndsAsked:
+        return CallEndsAsked(spec, self.out_placements, self.inference, call.dtensors)
 
     def described(self) -> dict[str, str]:
         """By argument, what all ranks must have given alike."""

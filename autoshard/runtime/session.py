@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
-from autoshard.global_call import GlobalCall, axes_of_batch, global_call, output_layouts
+from autoshard.call_ends import capture_as_now
+from autoshard.global_call import GlobalCall, axes_of_batch, global_call
 from autoshard.plan.judged import prices_of
 from autoshard.plan.other_sizes import OtherSizes
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
-from autoshard.planning import canonical_capture, capture_as_now
+from autoshard.planning import canonical_capture
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
@@ -56,7 +57,6 @@ from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
 from passes.ir.size_names import dynamic_dims
 from passes.ir.torch_sizes import marked_dims
-from passes.layout.layout import Layout
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -138,7 +138,8 @@ class Session:
         with self.stages("tracing the model", detail):
             capture = lambda: self._captured(whole(), flatten_call(args, kwargs)[0], answers)
             captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
-        layouts = CallLayouts(whole().layouts, self._ends(captured))
+        ends = self.settings.ends(self.spec, whole())
+        layouts = ends(captured, whole().layouts)
         fingerprint = fingerprint_of(self.settings, captured.joint, whole())
         tensors, key = flatten_call(args, kwargs)
         agree(self.mesh, {**fingerprint, "mark_dynamic": str([sorted(marked_dims(t)) for t in tensors])})
@@ -150,7 +151,7 @@ class Session:
             if ready is not None:
                 return self._ready_for(whole(), ready, key)
         capture_there = capture_as_now(partial(canonical_capture, **self._captured_as), self.spec)
-        given = self.model, self.spec, whole(), captured, capture_there, self._ends
+        given = self.model, self.spec, whole(), captured, capture_there, ends
         sizes = OtherSizes.of(*given, self.settings.sizes if is_first else {})
         programs = started(self, replace(self._planner, sizes=sizes), making, fingerprint)
         plan, captured = programs.running.plan, programs.running.captured
@@ -209,10 +210,7 @@ class Session:
     def _captured_as(self) -> dict[str, Any]:
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
-        return {"device": local_device(self.mesh), "forward": forward}
-
-    def _ends(self, captured: Captured) -> dict[int, Layout | None]:
-        return output_layouts(captured, self.spec, self.settings.out_placements)
+        return {"device": local_device(self.mesh), "forward": forward, "routing": self.settings.routing}
 
     def planned(
         self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None

@@ -29,8 +29,10 @@ from autoshard.version import __version__
 from cost_model.deadline import Deadline
 from cost_model.memory import format_seconds
 from cost_model.timed import TimedPrices
+from passes.canonicalize.mark_rows import experts_of
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
+from passes.ir.routing import check_experts
 from passes.ir.torch_inductor import warm_inductor
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
@@ -134,6 +136,8 @@ def fingerprint_of(settings: Settings, joint: JointGraph, whole: GlobalCall) -> 
 def started(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> Programs:
     """All ranks together."""
     settings = home.settings
+    if home.plan is None:
+        check_experts(settings.routing, experts_of(call.whole.joint.graph))
     if settings.starts_at_once and (home.plan is None or settings.tune != "off"):
         return _at_once(home, planner, call, fingerprint)
     return _ahead(home, planner, call, fingerprint)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from autoshard.arguments import checked_model
+from autoshard.call_ends import autocast_as
 from autoshard.global_call import GlobalCall, as_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
-from autoshard.planning import autocast_as, canonical_capture
+from autoshard.planning import canonical_capture
 from autoshard.runtime.module import original_forward
 from autoshard.verification.part_errors import Divergence, Watcher
 from autoshard.verification.simulated_sizes import SimulatedSizes

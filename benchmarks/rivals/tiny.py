@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, Profile
-from autoshard.global_call import output_layouts
+from autoshard.call_ends import output_layouts
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.planning import canonical_capture
 

@@ -83,6 +83,8 @@ def _is_causal(graph: fx.Graph, mask: fx.Node) -> bool:
     if not sizes:
         return _hides_later(ordered, mask, ())
     if not all(map(_is_part_of_larger, ordered)):
+        if not _hides_later(ordered, mask, [(size, counts_as(size)) for size in sizes]):
+            return False  # a mask that is read is right at all sizes
         raise SizesLost("whether a mask is the causal one depends on sizes")
     long = sizes_in([node.args for node in ordered if node.target is aten.arange.start_step])
 

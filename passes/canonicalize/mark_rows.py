@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ import torch
 from torch import fx
 
 from passes.canonicalize.insert_uses import InsertUses
-from passes.ir.graph_pass import GraphPass, emit, emit_at, replace, shape_of, tensor_at
+from passes.ir.graph_pass import GraphPass, copy_joint, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
+from passes.ir.routing import Routing, check_experts
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
 from passes.rules.core.routed import RoutedRows
@@ -66,12 +68,18 @@ class MarkRows(GraphPass):
         for node in joint.graph.nodes:
             node.meta.pop("rows", None)  # of a larger graph
         for region in regions(joint.graph):
-            region.mark()
+            region.mark(joint.routing)
         return joint
 
 
 LAST: tuple[GraphPass, ...] = (EndRows(), InsertUses(), MarkRows())
 """Of every graph that is searched: only marks look through a use."""
+
+
+def with_routing(joint: JointGraph, routing: Routing) -> JointGraph:
+    """The canonical graph with other loads of experts. ShardingError where its experts have none such."""
+    check_experts(routing, experts_of(joint.graph))
+    return MarkRows()(dataclasses.replace(copy_joint(joint), routing=routing))
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Region:
     def experts(self) -> int:
         return int(self.readers[0].args[-1])  # type: ignore[arg-type]
 
-    def mark(self) -> None:
+    def mark(self, routing: Routing) -> None:
         shape = shape_of(self.ids)
         for node in {*self.readers, *self.rows}:
             if node.target is not operator.getitem:
@@ -98,7 +106,12 @@ class Region:
                 routed = (i for i, operand in read if operand not in self.others and has_rows(operand, shape))
                 pending = ROUTED if node in self.rows else "sum"
                 pending = None if node.target is ours.routed_outer.default else pending
-                node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending)
+                node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending, routing)
+
+
+def experts_of(graph: fx.Graph) -> set[int]:
+    """How many there are, of all products with some."""
+    return {int(node.args[-1]) for node in graph.nodes if node.target in READ_ROWS}  # type: ignore[arg-type]
 
 
 def regions(graph: fx.Graph) -> list[Region]:

@@ -10,12 +10,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from passes.capture.places import Place
 from passes.capture.provenance import check_dense, is_dense
 from passes.capture.questions import Check
 from passes.capture.stand_ins import Number, widest
-from passes.capture.trees import Instance, Nest, TensorLeaf, Tree, assembled, flatten, items_of, unflatten
+from passes.capture.trees import (
+    Instance,
+    Nest,
+    TensorLeaf,
+    Tree,
+    assembled,
+    flatten,
+    items_of,
+    unflatten,
+)
+from passes.ir.torch_dtensor import local_of, take_place_of
+
+
+def _is_split(value: Tensor) -> bool:
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
 
 
 def number_indices(tree: Tree) -> list[int]:
@@ -44,6 +59,42 @@ def _with_tensors(tree: Tree, value: Any, found: dict[int, Tensor]) -> Any:
     twin = copy.copy(value)
     vars(twin).update(zip(tree.names, items, strict=True))
     return twin
+
+
+def held_in(tree: Tree) -> set[int]:
+    """Of a call's (args, kwargs): which tensors are only in lists, dicts and objects, where others may take their
+    place (`put_tensors`)."""
+    arguments = [child for side in getattr(tree, "children", ()) for child in side.children]
+    placed = [pair for child in arguments for pair in ((child, False), *_holders(child))]
+    fixed = {child.index for child, held in placed if isinstance(child, TensorLeaf) and not held}
+    return {child.index for child, _ in placed if isinstance(child, TensorLeaf)} - fixed
+
+
+def _holders(tree: Tree) -> Iterator[tuple[Tree, bool]]:
+    """All inside, and whether its place can be given to something else."""
+    for child in getattr(tree, "children", ()):
+        yield child, isinstance(tree, Instance) or (isinstance(tree, Nest) and tree.kind in (list, dict))
+        yield from _holders(child)
+
+
+def put_tensors(tree: Tree, value: Any, new: Mapping[int, Any]) -> None:
+    """Into the lists, dicts and objects of `value`, whose structure is `tree`, in the place of tensors by index."""
+    if not isinstance(tree, (Nest, Instance)):
+        return
+    keys = tree.names if isinstance(tree, Instance) else tree.keys or range(len(tree.children))
+    for key, child, item in zip(keys, tree.children, items_of(tree, value), strict=True):
+        if not isinstance(child, TensorLeaf):
+            put_tensors(child, item, new)
+        elif child.index in new and not isinstance(value, tuple):
+            (vars(value) if isinstance(tree, Instance) else value)[key] = new[child.index]
+
+
+def in_objects(tree: Tree, inside: bool = False) -> set[int]:
+    """The tensors that objects hold, somewhere inside."""
+    if isinstance(tree, TensorLeaf):
+        return {tree.index} if inside else set()
+    inside = inside or isinstance(tree, Instance)
+    return {index for child in getattr(tree, "children", ()) for index in in_objects(child, inside)}
 
 
 @dataclass(frozen=True)
@@ -162,7 +213,7 @@ def _children(tree: Tree) -> tuple[Tree, ...]:
 class CallSpec:
     """key: of the captured call. outputs: the structure of (what it returns, what it leaves in `places`), whose flat
     tensors are the first of `output_count`; the first `returned` of these are returned. overwritten: the inputs whose
-    new values are the last of them: the forward changes them in place."""
+    new values are the last of them: the forward changes them in place, and may return them too."""
 
     key: CallKey
     outputs: Tree
@@ -198,19 +249,32 @@ class CallSpec:
         """The user's returned structure around the flat `outputs`. What the forward leaves in places is put there, and
         the tensors it changes among the arguments of this call get their new values."""
         assert len(outputs) == self.output_count, (len(outputs), self.output_count)
-        result, left = unflatten(self.outputs, outputs)
         if self.overwritten:
-            self._overwrite(outputs, args, kwargs)
+            outputs = self._overwrite(outputs, args, kwargs)
+        result, left = unflatten(self.outputs, outputs)
         for place, value in zip(self.places, left, strict=True):
             place.put((args, kwargs), value)
         return result
 
-    def _overwrite(self, outputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tensors, _ = flatten_call(args, kwargs)
-        new = outputs[self.output_count - len(self.overwritten) :]
+    def _overwrite(
+        self, outputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """`outputs`, with the call's own tensors in the place of their new values. Where a plan splits what is a plain
+        tensor still, a DTensor takes its place."""
+        tensors, key = flatten_call(args, kwargs)
+        first = self.output_count - len(self.overwritten)
+        split: dict[int, Tensor] = {}
         with torch.no_grad():
-            for index, value in zip(self.overwritten, new, strict=True):
-                tensors[index].copy_(value)
+            for index, value in zip(self.overwritten, outputs[first:], strict=True):
+                if isinstance(value, DTensor) and isinstance(tensors[index], DTensor):
+                    take_place_of(tensors[index], value)
+                elif _is_split(value):
+                    split[index] = value
+                else:
+                    tensors[index].copy_(local_of(value))
+        if split:
+            put_tensors(key.tree, (args, kwargs), split)
+        return [*outputs[:first], *(split.get(index, tensors[index]) for index in self.overwritten)]
 
     def flatten_outputs(
         self, returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -219,4 +283,6 @@ class CallSpec:
         left = tuple(place.get((args, kwargs)) for place in self.places)
         tensors, _ = flatten(with_tensors(self.outputs, (returned, left)))
         inputs, _ = flatten_call(args, kwargs)
-        return [*tensors, *(inputs[index] for index in self.overwritten)]
+        changed = [inputs[index] for index in self.overwritten]
+        own = [one for one in tensors if not any(one is other for other in changed)]
+        return [*own, *changed]

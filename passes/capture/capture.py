@@ -26,6 +26,7 @@ from passes.capture.capture_errors import (
 from passes.capture.model_state import check_shared_memory, find_slots
 from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source, refused
 from passes.capture.trace import Traced, TracedCall, trace
+from passes.capture.trees import renumbered
 from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.process_state import collector_paused, random_state_kept
 from passes.ir.sized_graph import with_fixed_sizes
@@ -39,7 +40,8 @@ _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 class _Builder:
     """overwritten: tensors of the call that the forward changes in place, by position, in the order of their new
-    values."""
+    values. indices: of the call's outputs, as traced -> in the graph. One of these tensors that is returned is no
+    output besides its new value."""
 
     def __init__(self, program: TracedCall, traced: Traced, input_names: Sequence[str]) -> None:
         self.program, self.traced, self.input_names = program, traced, input_names
@@ -48,10 +50,18 @@ class _Builder:
         self.new: dict[fx.Node, Any] = {}
         self.inputs: list[GraphInput] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self.results = _results(self.old.graph)
         self._refuse_mutations()
         changed = [e.index - len(program.slots) for e in traced.aot.outputs if e.kind == "mutated"]
         self.overwritten = tuple(sorted(index for index in changed if index >= 0))
+        graded = {end.index for end in traced.aot.inputs if end.kind == "tangent"}
+        passed = {i: t for i, t in traced.passed.items() if t in self.overwritten and i not in graded}
+        own = [i for i in range(traced.output_count) if i not in passed]
+        new = {index: len(own) + place for place, index in enumerate(self.overwritten)}
+        self.returned, self.output_count = sum(i < traced.returned for i in own), len(own) + len(new)
+        self.indices = dict(zip(own, range(len(own)), strict=True)) | {i: new[t] for i, t in passed.items()}
+        ends = zip(traced.aot.outputs, _results(self.old.graph), strict=True)
+        ends = [pair for pair in ends if pair[0].kind != "output" or pair[0].index not in passed]
+        self.ends, self.results = [end for end, _ in ends], [node for _, node in ends]
 
     def joint(self) -> JointGraph:
         """Placeholders: parameters, buffers, constants, inputs, tangents. Unused ones are kept."""
@@ -79,7 +89,7 @@ class _Builder:
     def _copy_nodes(self) -> None:
         live = ancestors(node for node in self.results if node is not None)
         forward = ancestors(
-            node for node, end in zip(self.results, self.traced.aot.outputs, strict=True)
+            node for node, end in zip(self.results, self.ends, strict=True)
             if node is not None and end.kind in ("output", "mutated")
         )  # fmt: skip
         for node in self.old.graph.nodes:
@@ -104,7 +114,7 @@ class _Builder:
             self.new[node] = copy
 
     def _finished(self) -> JointGraph:
-        pairs = zip(self.traced.aot.outputs, self.results, strict=True)
+        pairs = zip(self.ends, self.results, strict=True)
         outputs = [(self._output(end), node) for end, node in pairs if end.kind != "none"]
         outputs.sort(key=lambda pair: _order(pair[0]))
         self.graph.output(tuple(None if node is None else self.new[node] for _, node in outputs))
@@ -115,7 +125,7 @@ class _Builder:
     def _output(self, end: AotEnd) -> GraphOutput:
         slots = len(self.program.slots)
         if end.kind == "mutated" and end.index >= slots:
-            index = self.traced.output_count + self.overwritten.index(end.index - slots)
+            index = self.output_count - len(self.overwritten) + self.overwritten.index(end.index - slots)
             return GraphOutput("output", f"output {index}", index)
         if end.kind == "mutated":
             return GraphOutput("buffer", self.program.slots[end.index].name, end.index)
@@ -127,7 +137,8 @@ class _Builder:
         if end.index >= self.traced.output_count:
             slot = self.traced.rebound[end.index - self.traced.output_count]
             return GraphOutput("buffer", self.program.slots[slot].name, slot)
-        return GraphOutput("output", f"output {end.index}", end.index)
+        index = self.indices[end.index]
+        return GraphOutput("output", f"output {index}", index)
 
     def _placeholder(self, old: fx.Node, spec: GraphInput, value: torch.Tensor | None = None) -> fx.Node:
         node = self.graph.placeholder(_identifier(spec.name))
@@ -185,7 +196,7 @@ class _Builder:
                 ".detach() the value first",
                 model=self.program.model,
             )
-        for node, end in zip(self.results, self.traced.aot.outputs, strict=True):
+        for node, end in zip(_results(self.old.graph), self.traced.aot.outputs, strict=True):
             if end.kind == "mutated" and end.index < len(slots) and slots[end.index].is_parameter:
                 what = f"parameter {slots[end.index].name}"
                 source, by = ("", None) if node is None else (node_source(node), node.target)
@@ -282,7 +293,7 @@ def capture(
     written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
     check_shared_memory(model, slots, written, joint.constants.values())
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
-    count = traced.output_count + len(builder.overwritten)
-    call = CallSpec(key, traced.outputs, count, traced.returned, traced.places, builder.overwritten)
+    outputs = renumbered(traced.outputs, builder.indices)
+    call = CallSpec(key, outputs, builder.output_count, builder.returned, traced.places, builder.overwritten)
     reads = {module: frozenset(names) for module, names in traced.reads.items()}
     return Captured(joint, call, aliases, reads)

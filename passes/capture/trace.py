@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
 from passes.capture.stand_ins import Spot, Uses, put_stand_ins
 from passes.capture.torch_shortcuts import shortcuts_off, trace_cumulative_averages
-from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
+from passes.capture.trees import Static, Tree, changed_places, flatten, off_meta, retree, unflatten
 from passes.ir.joint import CPU
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
 from passes.ir.torch_sizes import SizesLost, SymbolicShapes
@@ -63,7 +63,8 @@ class Traced:
     aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's `output_count` tensors, then
     the new values of the slots `rebound`. outputs: structure of (what the call returns, what it leaves in `places`).
     returned: how many of the `output_count` tensors it returns. writes: places, and what is left there. reads:
-    attributes that it read and does not only add to."""
+    attributes that it read and does not only add to. passed: of the `output_count` tensors those that are tensors of
+    the call itself, by index, and which."""
 
     aot: AotGraph = field(init=False)
     outputs: Tree = field(init=False)
@@ -71,6 +72,7 @@ class Traced:
     returned: int = 0
     writes: tuple[tuple[Place, Any], ...] = ()
     rebound: tuple[int, ...] = ()
+    passed: Mapping[int, int] = field(default_factory=dict)
     reads: dict[nn.Module, set[str]] = field(default_factory=dict)
 
     @property
@@ -103,18 +105,21 @@ class _Traceable(nn.Module):
     def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         program, run = self.program, self.run
         count = len(program.slots)
-        arguments = _passed_on(program.call)
+        tree = off_meta(program.call, program.device_type)
+        arguments = _passed_on(tree)
         with state_replaced(program.slots, tensors[:count]), state_kept(program.model, arguments) as before:
             put_stand_ins(self.spots, self.uses)
-            args, kwargs = call = unflatten(program.call, tensors[count:])
+            args, kwargs = call = unflatten(tree, tensors[count:])
             with seen_on(program.device_type), attributes_read(before) as run.reads, loops_ended():
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
-            arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
+            arguments = [(Argument(path), value) for path, value in changed_places(tree, after, call)]
             writes = (*before.changes(), *arguments)
             count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
             run.writes = (*writes, *self.questions.checks())
             outputs, run.outputs = flatten((result, tuple(value for _, value in run.writes)))
+            given = {id(tensor): place for place, tensor in enumerate(tensors[count:])}
+            run.passed = {i: given[id(t)] for i, t in enumerate(outputs) if id(t) in given}
             outputs = counted(outputs)
             rebound = rebound_buffers(program.slots, tensors[:count])
         run.output_count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)

@@ -7,8 +7,8 @@ tensor attributes) and built again, so that no model needs to register its types
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -147,6 +147,24 @@ class _Flattener:
             return tree
         del self.instances[id(value)]
         return Static(value)
+
+
+def renumbered(tree: Tree, indices: Mapping[int, int]) -> Tree:
+    """`tree` over another flat list. indices: of its tensors, old to new."""
+    if isinstance(tree, (TensorLeaf, Number)):
+        return replace(tree, index=indices[tree.index])
+    if isinstance(tree, (Nest, Instance)):
+        return replace(tree, children=tuple(renumbered(child, indices) for child in tree.children))
+    return tree
+
+
+def off_meta(tree: Tree, device: str) -> Tree:
+    """`tree`, where it names `meta` (a cache that was allocated there) with that device in its place."""
+    if isinstance(tree, Static) and isinstance(tree.value, torch.device) and tree.value.type == "meta":
+        return Static(torch.device(device))
+    if isinstance(tree, (Nest, Instance)):
+        return replace(tree, children=tuple(off_meta(child, device) for child in tree.children))
+    return tree
 
 
 def unflatten(tree: Tree, tensors: Sequence[Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
+from passes.ir.routing import BALANCED, Routing
 from passes.ir.torch_dispatch import input_nodes
 
 CPU = torch.device("cpu")
@@ -69,6 +70,7 @@ class JointGraph:
     many pieces at once a stage of a pipeline holds what their backward will read.
 
     head_pieces: into how many parts over tokens head and loss are written (`passes.micro_batches.cut_head`).
+    routing: of rows to experts.
 
     calls: of ops on the values of ranks' programs, which are much the same in all programs of a graph. facts: of
     `known`.
@@ -86,6 +88,7 @@ class JointGraph:
     others: tuple[JointGraph, ...] = ()
     in_flight: int = 1
     head_pieces: int = 1
+    routing: Routing = BALANCED
     calls: FakeCalls = field(default_factory=FakeCalls, repr=False, compare=False)
     facts: dict[Hashable, tuple[tuple[object, ...], Any]] = field(
         default_factory=dict, repr=False, compare=False

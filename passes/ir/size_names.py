@@ -120,11 +120,10 @@ class SizeNames:
 
     @staticmethod
     def of(one: Shapes, two: Shapes) -> SizeNames:
-        """Dims of 0 or 1 are no sizes: what is done with these is something else."""
+        """Dims of 0 or 1 are no sizes: what is done with these is something else. One that was so in the first call is
+        a size in the second: a cache begins with one token."""
         known: dict[tuple[int, int], int] = {}
-        place = lambda pair: (
-            ("size", known.setdefault(pair, len(known))) if min(pair) > 1 else ("is", pair[1])
-        )
+        place = lambda pair: ("size", known.setdefault(pair, len(known))) if pair[1] > 1 else ("is", pair[1])
         places = [tuple(map(place, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True)]
         return SizeNames(tuple(places), len(known))
 

@@ -214,9 +214,8 @@ class SizedJoint:
             return None
         looks = Looks(self._module.looks, numbers, symbols)
         module = self._module.at(numbers, looks, "JointGraph")
-        return JointGraph(
-            module, self.joint.inputs, self.joint.outputs, self.joint.constants, self.joint.device
-        )
+        own = self.joint
+        return JointGraph(module, own.inputs, own.outputs, own.constants, own.device, routing=own.routing)
 
 
 def alike(one: JointGraph, two: JointGraph) -> bool:

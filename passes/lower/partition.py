@@ -276,4 +276,5 @@ def node_is_tuple(node: fx.Node) -> bool:
 def _meta(node: fx.Node) -> dict[str, Any]:
     keys = ("phase", "module", "source", "again", "runs")
     found = {key: node.meta[key] for key in keys if key in node.meta}
-    return found | {"experts": node.meta["rows"].experts} if "rows" in node.meta else found
+    rows = node.meta.get("rows")
+    return found if rows is None else found | {"experts": rows.experts, "routing": rows.routing}

@@ -26,6 +26,7 @@ from passes.ir.graph_pass import (
 )
 from passes.ir.graph_properties import COLLECTIVES
 from passes.ir.joint import node_values, tensor_operands
+from passes.ir.routing import BALANCED
 from passes.ops.routed_ops import READ_ROWS, ROUTED
 from passes.rules.core.row_wise import has_rows
 
@@ -250,7 +251,8 @@ class _OwnRows(_Sorting):
         """Rows of own experts are a part of the order; groups begin with it."""
         first, count = (int_at(self._products[0], i) for i in (-2, -1))
         emit = self._emit
-        length = -(-self._length * count // self.experts)
+        routing = self._products[0].meta.get("routing", BALANCED)
+        length = routing.reckoned(self._length, self.experts, count)
         self._order = emit(like, ours.own_places.default, self._order, self._ends, first, length)
         if first:
             begin = emit(like, aten.select.int, self._ends, 0, first - 1)

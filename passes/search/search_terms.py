@@ -105,6 +105,7 @@ def boundary_of(
     inputs: Mapping[int, Layout],
     outputs: Mapping[int, Layout | None],
     free: Collection[int] = (),
+    state: Mapping[int, int] | None = None,
 ) -> Boundary:
     """The ends of `joint`.
 
@@ -113,9 +114,12 @@ def boundary_of(
     outputs:    layout of user outputs by tensor position; None leaves it to the search; the others
                 are replicated. A tangent always has its output's layout.
     free:    tensor outputs of any layout, also without a tangent.
+    state:   tensor outputs that have the layout of a user input, whose new value they are, by its position: any that
+             `inputs` does not say.
     Buffers, constants and the seed are replicated.
     """
-    nodes = joint.placeholders
+    nodes, state = joint.placeholders, state or {}
+    placed: dict[int, int] = {}
     fixed: dict[int, tuple[Layout, ...]] = {}
     tangents: dict[int, int] = {}
     for position, (spec, node) in enumerate(zip(joint.inputs, nodes, strict=True)):
@@ -124,7 +128,9 @@ def boundary_of(
             if spec.name in parameters:
                 fixed[position] = (parameters[spec.name],)
         elif spec.kind == "input":
-            fixed[position] = (inputs.get(spec.index, replicated),)
+            placed[spec.index] = position
+            if spec.index in inputs or spec.index not in state.values():
+                fixed[position] = (inputs.get(spec.index, replicated),)
         elif spec.kind == "tangent":
             tangents[spec.index] = position
             layout = outputs.get(spec.index, replicated)
@@ -132,6 +138,7 @@ def boundary_of(
                 fixed[position] = (layout,)
         else:
             fixed[position] = (replicated,)
+    tangents |= {index: placed[position] for index, position in state.items()}
     return _tie_outputs(joint, fixed, tangents, outputs, free)
 
 

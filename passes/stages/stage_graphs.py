@@ -108,6 +108,7 @@ class _Builder:
             constants,
             self.parts.joint.device,
             pieces,
+            routing=self.parts.joint.routing,
         )
         return StageGraph(
             self.stage,

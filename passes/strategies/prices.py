@@ -20,6 +20,7 @@ from passes.ir.joint import first_value, node_value, node_values, tensor_operand
 from passes.ir.op_schema import op_signature
 from passes.ir.op_traits import fuses, is_view
 from passes.ir.op_work import arithmetic_kind, global_flops
+from passes.ir.routing import BALANCED
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import ROUTED, FactorSplit, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
@@ -35,13 +36,18 @@ def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> i
     """Bytes of the largest shard of result `index` of `node` under `layout`."""
     value = node_value(node, index)
     count = math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
-    return math.ceil(count * _rows_share(layout, mesh)) if layout.partial else count
+    return math.ceil(count * _rows_share(layout, node, mesh)) if layout.partial else count
 
 
-def _rows_share(layout: Layout, mesh: MeshSpec) -> float:
-    """What part of a shard's rows count on its rank, where experts have equally many."""
-    routed = [axis for axis, op in layout.partial if op == ROUTED]
-    return 1.0 / mesh.size(*routed) if routed else 1.0
+def _rows_share(layout: Layout, node: fx.Node, mesh: MeshSpec) -> float:
+    """What part of a shard's rows count on the fullest rank. node: what makes or reads them."""
+    routed = {axis for axis, op in layout.partial if op == ROUTED}
+    return _fullest(node, [mesh.size(axis) for axis in mesh.names if axis in routed]) if routed else 1.0
+
+
+def _fullest(node: fx.Node, ways: Sequence[int]) -> float:
+    rows = node.meta.get("rows")
+    return 1.0 / math.prod(ways) if rows is None else rows.fullest(ways)
 
 
 def strategy_seconds(
@@ -73,12 +79,12 @@ def strategy_seconds(
             known[key] = make(one, *others)
         return known[key]
 
-    share_of = lambda split: _share(split, rule, mesh)
+    share_of = lambda split: _share(split, node, rule, mesh)
     shape_of = lambda layout, i: layout.max_local_shape(node_value(operands[i]).shape, mesh)
     read = lambda layout, i: (
         math.prod(once(shape_of, layout, i))
         * node_value(operands[i]).element_size()
-        * _rows_share(layout, mesh)
+        * _rows_share(layout, node, mesh)
     )
     written = lambda layout, i: local_nbytes(layout, node, i, mesh)
 
@@ -142,8 +148,10 @@ def _dtype_name(node: fx.Node) -> str:
     return str(first_value(node).dtype).removeprefix("torch.")
 
 
-def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
-    """Of the op's operations, those of the largest shard of the factor."""
+def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> float:
+    """Of the op's operations, those of the largest shard of the factor; of experts, of the rank with the most rows."""
+    if split.factor in rule.by_expert and node.meta["rows"].routing is not BALANCED:
+        return _fullest(node, [mesh.size(axis) for axis in split.axes])
     way = rule.splitting([split.factor])
     length = way.sizes[split.factor]
     if split.spans is None:

@@ -278,6 +278,36 @@ def test_what_is_unrolled_has_one_graph_for_each_length() -> None:
     assert captures == [1, 2, 2, 2, 2, 0, 0, 0, 1, 0]
 
 
+class Continuing(nn.Module):
+    """Two words attend to what was before them, each to those up to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        seen = torch.cat([past, self.mix(x)], 2)
+        places = torch.arange(past.shape[2], seen.shape[2])
+        return F.scaled_dot_product_attention(x, seen, seen, torch.arange(seen.shape[2]) <= places[:, None])
+
+
+def test_a_mask_of_later_queries_is_one_for_all_lengths() -> None:
+    """It is never the causal one, which begins with the first."""
+    model, calls = Continuing().double(), SizedCalls()
+    captures: list[int] = []
+    for length in (5, 6, 7, 12):
+        args = tuple(torch.ones(4, 1, n, WIDTH, dtype=torch.float64) for n in (2, length))
+        made: list[None] = []
+
+        def capture(args: Any = args, made: list[None] = made, **given: Any) -> Captured:
+            made.append(None)
+            return canonical_capture(model, args, {}, **given)
+
+        calls.captured(model, GlobalCall(args, {}, {}, tuple(tuple(one.shape) for one in args)), capture)
+        captures.append(len(made))
+    assert captures == [1, 1, 0, 0]
+
+
 class Remembering(nn.Module):
     """Each call adds a word to what it is given in a dict, as a growing cache does."""
 
@@ -291,24 +321,29 @@ class Remembering(nn.Module):
 
 
 @torch.no_grad()
-def remembered(model: nn.Module) -> list[Tensor]:
-    past = {"seen": torch.ones(4, 3, WIDTH, dtype=torch.float64)}
+def remembered(model: nn.Module, words: int) -> list[Tensor]:
+    """words: at first."""
+    past = {"seen": torch.ones(4, words, WIDTH, dtype=torch.float64)}
     found = [model(batch((4, 1)), past) for _ in range(6)]
     return [*found, past["seen"]]
 
 
-def parallel_memory(rank: int) -> tuple[list[Tensor], int]:
+def parallel_memory(rank: int, words: int) -> tuple[list[Tensor], int]:
     torch.manual_seed(3)
     with counted_captures() as captures:
-        found = remembered(parallel(Remembering().double(), (("dp", 2),), backend="eager"))
+        found = remembered(parallel(Remembering().double(), (("dp", 2),), backend="eager"), words)
     return found, len(captures)
 
 
-def test_what_grows_at_every_call_is_captured_twice(ranks: RankPool) -> None:
+@pytest.mark.parametrize(("words", "wanted_captures"), [(3, 2), (1, 3)])
+def test_what_grows_at_every_call_is_captured_twice(
+    words: int, wanted_captures: int, ranks: RankPool
+) -> None:
+    """And once more where it begins with one, as numbers of 1 have no symbol: to compare."""
     torch.manual_seed(3)
-    wanted = remembered(Remembering().double())
-    for found, captures in ranks.run(parallel_memory, world=2):
-        assert captures == 2
+    wanted = remembered(Remembering().double(), words)
+    for found, captures in ranks.run(parallel_memory, words, world=2):
+        assert captures == wanted_captures
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from autoshard.runtime.leaves import InputSide, OutputSide, conform, plain_input, wrapped_output
+from autoshard.runtime.leaves import InputSide, OutputSide, conform, output_wrapper, plain_input
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import PhaseCode, Program
 from cost_model.mesh import MeshSpec
@@ -304,7 +304,7 @@ def run_zero3(rank: int, given: str) -> dict[str, Tensor]:
     for _ in range(2):
         optimizer.zero_grad()
         y = program([model.weight, plain_input(arrives, side, mesh, spec)])[0]
-        y = wrapped_output(y, out_side, mesh, spec) if given != "global" else y
+        y = output_wrapper(out_side, mesh, spec)(y) if given != "global" else y
         loss = y.square().sum()
         loss.backward()
         assert isinstance(model.weight.grad, DTensor)

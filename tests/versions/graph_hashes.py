@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import MeshSpec
-from autoshard.planning import autocast_as, canonical_capture
+from autoshard.call_ends import autocast_as
+from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.plan.describe import graph_hash
 from tests.models import seeded

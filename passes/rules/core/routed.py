@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from passes.ir.joint import result_index
-from passes.layout.layout import ROUTED
+from passes.ir.routing import BALANCED, Routing
+from passes.layout.layout import ROUTED, nested_sizes
 from passes.rules.core.rule import OpRule
 
 EXPERTS = "g"
@@ -21,11 +24,19 @@ class RoutedRows:
     experts:  how many there are.
     operands: of which a row may count on the rank of its expert alone (`ROUTED`).
     pending:  how results are, where experts are split: `ROUTED`, or a sum; None: they have a dim of experts.
+    routing:  how many rows each expert has.
     """
 
     experts: int
     operands: frozenset[int]
     pending: str | None
+    routing: Routing = BALANCED
+
+    def fullest(self, ways: Sequence[int]) -> float:
+        """Of all rows those of the rank with the most, of ranks that share experts so many ways after each other."""
+        if not self.routing.shares:
+            return min(1.0, self.routing.factor / math.prod(ways))
+        return self.routing.share(nested_sizes(self.experts, tuple(ways)))
 
 
 def rows_passed_on(node: fx.Node, count: int) -> dict[str, RoutedRows]:

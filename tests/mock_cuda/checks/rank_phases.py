@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.global_call import output_layouts
+from autoshard.call_ends import output_layouts
 from autoshard.plan.plan_fits import axes_in
-from autoshard.plan.task import search_plan
-from autoshard.planning import CallLayouts, Task
+from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
