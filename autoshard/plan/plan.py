@@ -86,7 +86,10 @@ class Plan(PlanQuestions):
     @cached_property
     def collective_axes(self) -> list[tuple[str, ...]]:
         """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
-        return [c.axes for stage in self.stages for size in stage.sizes for c in size.collectives]
+        sizes = [size for stage in self.stages for size in stage.sizes]
+        return [
+            axes for size in sizes for axes in (*(c.axes for c in size.collectives), *size.rings.values())
+        ]
 
     def __str__(self) -> str:
         """One screen: mesh, step, memory, gap, and what each axis does."""

@@ -11,7 +11,7 @@ from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import made_of_parameters, race_lines, stages_words
 from cost_model.memory import format_bytes, format_seconds
 from passes.ir.routing import Routing
-from passes.layout.layout import nested_sizes
+from passes.layout.layout import RING, nested_sizes
 from passes.plan.planned_graph import NodeRecord
 
 MOST = 0.5
@@ -87,12 +87,13 @@ class AxisUses:
 
     weights: by whether the axis splits them where they are stored, and where they are read.
     dims: of results in the forward, by what of them it splits.
-    experts: whether it splits experts.
+    experts: whether it splits experts. ring: whether keys and values pass by all its ranks.
     """
 
     weights: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     dims: Counter[str] = field(default_factory=Counter)
     experts: bool = False
+    ring: bool = False
 
     def share_of_weights(self, *kinds: tuple[bool, bool]) -> float:
         return sum(self.weights[kind] for kind in kinds) / max(1, sum(self.weights.values()))
@@ -128,6 +129,10 @@ def axis_uses(stages: Iterable[Sequence[NodeRecord]], axis: str) -> AxisUses:
         made = made_of_parameters(records)
         _note_weights(uses, records, made, axis)
         _note_results(uses, records, made, axis)
+        splits = (split for record in records for split in record.splits)
+        uses.ring |= any(split.factor == RING and axis in split.axes for split in splits)
+    if uses.ring:  # rows of a sequence that is split may lie in the first dim
+        uses.dims["sequence"] += uses.dims.pop("batch", 0)
     return uses
 
 
@@ -152,7 +157,8 @@ def axis_words(
         names.append(_OF_WHOLE_WEIGHTS[split[0]])
     if not names:
         return "every rank computes the same"
-    return "; ".join([", ".join(names), *(f"{dim} split" for dim in split)])
+    said = [f"{dim} split" for dim in split] + ["ring attention"] * uses.ring
+    return "; ".join([", ".join(names), *said])
 
 
 _OF_WHOLE_WEIGHTS = {"batch": "DDP", "sequence": "context parallel", "space": "domain parallel with halos"}

@@ -14,7 +14,7 @@ import passes.ops.attention_op  # pyright: ignore[reportUnusedImport]  (register
 import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
-from passes.ir.graph_pass import GraphPass, shape_of, tensor_at
+from passes.ir.graph_pass import GraphPass, erase_dead, shape_of, tensor_at
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, Property, described
 from passes.ir.joint import JointGraph, ancestors, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_pointwise, is_use, when_read
@@ -35,15 +35,14 @@ _LARGEST = 2**22
 
 @dataclass(frozen=True)
 class MarkCausalMasks(GraphPass):
-    """Say of an attention's mask that it is the causal one, where it is computed from constants and is.
+    """Say of an attention that it is causal, in place of a mask that is computed from constants and says just that.
 
         %m: b8[1, 1, 64, 64] = aten.le(%key_positions, %query_positions)    // of two aranges
         %o = autoshard.attention(%q, %k, %v, %m, False, 0.125)
         ->
-        %o = autoshard.attention(%q, %k, %v, %m, False, 0.125, True)
+        %o = autoshard.attention(%q, %k, %v, None, True, 0.125)
 
-    A rank with all queries then runs a kernel that knows causality, at half of the products, and one with a part of
-    them the mask.
+    Kernels that know causality have half of the products, and nothing is left of the mask.
     """
 
     requires = (ONE_SPELLING,)
@@ -56,14 +55,17 @@ class MarkCausalMasks(GraphPass):
                 if mask not in found:
                     found[mask] = _is_causal(joint.graph, mask)
                 if found[mask]:
-                    node.args = (*node.args, True)
+                    node.args = tuple(None if arg is mask else arg for arg in node.args)
+                    node.update_arg(len(node.args) - 2, True)
+        if any(found.values()):
+            erase_dead(joint.graph)
         return joint
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """Of an attention of which only the mask says which keys are seen."""
     position = _MASKS.get(node.target)  # type: ignore[arg-type]
-    if position is None or node.kwargs or node.args[-1] is True or node.args[-2] is True:
+    if position is None or node.kwargs or node.args[-2] is True:
         return None
     mask = node.args[position]
     return mask if isinstance(mask, fx.Node) else None

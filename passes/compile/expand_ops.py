@@ -111,8 +111,8 @@ def expand_ops(
 
 
 def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """And what only they read: of an attention whose mask is the causal one, the mask. Not collectives: a product of no
-    rows reads nothing of what came, and other ranks wait for what this one sends."""
+    """And what only they read. Not collectives: a product of no rows reads nothing of what came, and other ranks wait
+    for what this one sends."""
     left = list(dict.fromkeys(nodes))
     while left:
         node = left.pop()

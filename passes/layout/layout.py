@@ -57,8 +57,8 @@ Assignment = Mapping[str, NodeLayouts]
 
 
 REDUCE_OPS = ("sum", "max", "min")
-ROUTED = "routed"
-"""Pending, and no reduction: a row counts on the rank that has its expert."""
+ROUTED, RING = "routed", "s:ring"
+"""Pending, and no reduction: a row counts on the rank that has its expert; a factor whose parts pass by all ranks."""
 ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join((*REDUCE_OPS, ROUTED))})$")]
 _MAX_DIMS = 64
 Dim = Annotated[int, Meta(ge=0, lt=_MAX_DIMS)]

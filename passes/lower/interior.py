@@ -139,6 +139,7 @@ class _Part:
     node: fx.Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    ring: None = None
 
     def interval(self, factor: str) -> Span:
         return self.span if factor == self.factor else self.whole.interval(factor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,28 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, tensor_operands
 from passes.ir.torch_compat import last_node
 from passes.layout.layout import FactorSplit, NodeLayouts, Span
+from passes.redistribution.emit_steps import Emitter
 from passes.rules.core.rule import OpRule
 
 Emit = Callable[[fx.Node, Callable[..., Any], Sequence[Any], dict[str, Any]], fx.Node]
 """Emits an op on behalf of a node of the global graph."""
+
+
+@dataclass
+class RankRing:
+    """`Ring` of passes/rules/core/rule.py. steps: exchanges so far."""
+
+    emitter: Emitter
+    group: str
+    index: int
+    parts: tuple[Span, ...]
+    steps: int = 0
+
+    def exchange(self, flat: fx.Node, sent: Sequence[int], received: Sequence[int]) -> fx.Node:
+        emit = replace(self.emitter, meta={**self.emitter.meta, "step": self.steps})
+        self.steps += 1
+        target = torch.ops._c10d_functional.all_to_all_single.default
+        return emit.collective(target, flat, [sum(received)], list(received), list(sent), self.group)
 
 
 @dataclass
@@ -31,6 +49,7 @@ class OpOnRank:
     kwargs: dict[str, Any]
     rule: OpRule
     layouts: NodeLayouts
+    ring: RankRing | None = None
 
     def _split(self, factor: str) -> FactorSplit | None:
         return next((s for s in self.layouts.splits if s.factor == factor), None)

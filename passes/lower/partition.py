@@ -17,10 +17,12 @@ from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_node
-from passes.layout.layout import Layout, Span
+from passes.layout.layout import RING, Layout, NodeLayouts, Span
 from passes.lower.interior import exchange_before, in_parts, interior_of
-from passes.lower.op_on_rank import Arrival, OpOnRank, Served
+from passes.lower.op_on_rank import Arrival, OpOnRank, RankRing, Served
 from passes.plan.planned_graph import PlannedGraph, Transfer
+from passes.plan.transfers import ring_turns
+from passes.redistribution.emit_steps import Emitter
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rules_of
@@ -67,7 +69,8 @@ def partition(
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
     later = later_places(joint, planned)
-    writer = _Writer(planned, mesh, rank, groups, Served.of(joint), later, joint.calls, rules_of(joint))
+    rules, rings = rules_of(joint), ring_turns(joint, planned)
+    writer = _Writer(planned, mesh, rank, groups, Served.of(joint), later, joint.calls, rules, rings)
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -101,6 +104,7 @@ class _Writer:
     later: Mapping[Transfer, tuple[int, ...]]
     calls: FakeCalls
     rules: Mapping[fx.Node, OpRule]
+    rings: Mapping[str, tuple[int, ...]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
@@ -160,6 +164,9 @@ class _Writer:
         every = self.rules[node]
         rule = every.splitting(split.factor for split in layouts.splits)
         context = OpOnRank(self._emit, self.mesh, self.rank, node, args, kwargs, rule, layouts)
+        if rule.exchange is not None:
+            context.ring = self._ring(node, rule.sizes[rule.exchange.factor], layouts)
+            return rule.localize(context)  # type: ignore[misc]
         interiors = self.planned.interiors
         if node.name in interiors:
             parts = self._in_parts(context, rule, interiors[node.name], operands)
@@ -168,6 +175,14 @@ class _Writer:
         call = lambda: context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
         write = call if rule.localize is None else lambda: rule.localize(context)  # type: ignore[misc]
         return self._alike((every, layouts), (), operands, _meta(node), write)
+
+    def _ring(self, node: fx.Node, length: int, layouts: NodeLayouts) -> RankRing:
+        (split,) = (split for split in layouts.splits if split.factor == RING)
+        order = {"turn": self.rings[node.name], "ring": node.name}
+        meta = _meta(node) | order | {"serves": node.meta.get("module", "") or node.name}
+        index = self.mesh.linear_index(self.rank, split.axes)
+        emitter = Emitter(self.graph, meta, self.calls)
+        return RankRing(emitter, self.groups[split.axes], index, split.parts(length, self.mesh))
 
     def _alike(
         self,

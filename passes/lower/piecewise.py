@@ -246,8 +246,8 @@ class _Split:
         module = extract(read, ops, results)
         for node in module.graph.nodes:
             if "turn" in node.meta:
-                number, place = node.meta["turn"]
-                node.meta["turn"] = number - 1, place
+                number, *place = node.meta["turn"]
+                node.meta["turn"] = number - 1, *place
         inputs = [
             GraphInput("tangent" if node in late else "input", node.name, place)
             for place, node in enumerate(read)

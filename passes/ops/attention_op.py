@@ -3,12 +3,10 @@
 A plan names ops; torch's own attention kernels have other names on CPU and CUDA, so a plan made
 on a laptop would not be valid on a GPU. This op picks the kernel when it runs.
 
-    attention(q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask?, is_causal, scale, mask_is_causal=False)
-        -> (out [b,h,s,e], lse [b,h,s])
+    attention(q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask?, is_causal, scale) -> (out [b,h,s,e], lse [b,h,s])
 
 mask: 4-d, broadcastable to [b,h,s,t]; bool (True attends) or additive float; it gets no gradient.
 is_causal: query i sees keys 0..i (aligned at the top left, also when s != t).
-mask_is_causal: the mask says just that, so that it need not be read.
 lse: float32 (float64 for float64 operands). `out` and the gradients lie in memory as [b,s,h,d]:
 that is how the fused kernels write them, and what the projection after them reads.
 """
@@ -185,7 +183,7 @@ def attention_reference(*operands: Any, chip: Chip | None = None) -> tuple[Tenso
     chip: of the CUDA device that it will run on; None: q's device is asked.
     Raises UnsupportedOpError for operands that break the kernel's contract.
     """
-    out, lse = forward(_call(*operands, chip=chip))
+    out, lse = forward(AttentionCall(*operands, chip=chip))
     return heads_inside(out), contiguous(lse)
 
 
@@ -194,21 +192,12 @@ def attention_backward_reference(
     chip: Chip | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `autoshard::attention_backward` computes, in ATen ops; as `attention_reference`."""
-    gq, gk, gv = backward(_call(q, k, v, mask, *flags, chip=chip), grad_out, out, lse)
+    gq, gk, gv = backward(AttentionCall(q, k, v, mask, *flags, chip=chip), grad_out, out, lse)
     return heads_inside(gq), heads_inside(gk), heads_inside(gv)
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, mask_is_causal: bool = False,
-    *, chip: Chip | None,
-) -> AttentionCall:  # fmt: skip
-    if mask_is_causal:
-        mask, is_causal = None, True
-    return AttentionCall(q, k, v, mask, is_causal, scale, chip)
-
-
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask"
-_FLAGS = "bool is_causal, float scale, bool mask_is_causal=False"
+_FLAGS = "bool is_causal, float scale"
 attention = differentiable_operator(
     f"attention({_OPERANDS}, {_FLAGS}) -> (Tensor, Tensor)",
     attention_reference,
@@ -227,20 +216,20 @@ attention_backward = differentiable_operator(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, is_causal, scale, mask_is_causal = inputs
+    q, k, v, mask, *flags = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, mask, out, lse)
-    ctx.flags = is_causal, scale, mask_is_causal
+    ctx.flags = flags
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 7
+        return (None,) * 6
     q, k, v, mask, out, lse = ctx.saved_tensors
     gq, gk, gv = attention_backward(grad_out, q, k, v, mask, out, lse, *ctx.flags)
-    return gq, gk, gv, None, None, None, None
+    return gq, gk, gv, None, None, None
 
 
 attention.register_autograd(_gradient, setup_context=_setup_context)

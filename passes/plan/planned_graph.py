@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from cost_model.errors import Count, Text, Word
 from cost_model.timed import Priced
-from passes.layout.layout import Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
+from passes.layout.layout import RING, Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.compute_again import copied_ops
 
@@ -218,6 +218,11 @@ class PlannedGraph:
     def interiors(self) -> dict[str, str]:
         """Ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut."""
         return {node.name: node.interior for node in self.nodes if node.interior is not None}
+
+    @cached_property
+    def rings(self) -> dict[str, tuple[str, ...]]:
+        """Ops that exchange within themselves -> the axes over which."""
+        return {node.name: split.axes for node in self.nodes for split in node.splits if split.factor == RING}
 
     @cached_property
     def again(self) -> tuple[str, ...]:

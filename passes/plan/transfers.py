@@ -14,7 +14,7 @@ from passes.ir.op_traits import is_of_piece, is_piece
 from passes.layout.layout import Assignment, Layout
 from passes.lower.interior import possible_interiors
 from passes.plan.describe import op_counts, shapes_of
-from passes.plan.planned_graph import NodeRecord, PlannedGraph, Transfer
+from passes.plan.planned_graph import NodeRecord, PlannedGraph, Transfer, Turn
 from passes.strategies.cuts import ops_of
 
 _PARTS = ("forward", "backward")
@@ -195,3 +195,24 @@ def _part(move: Move, place: Mapping[fx.Node, int]) -> int:
     if not is_of_piece(move.operand):
         return _AFTER
     return place.get(result_index(move.operand)[0], _FORWARD)
+
+
+def ring_turns(joint: JointGraph, planned: PlannedGraph) -> Mapping[str, tuple[int, ...]]:
+    """Of ops that exchange within themselves: behind the last transfer that they are computed from, in the graph's
+    order. So all that is computed from them has later turns."""
+    rings = planned.rings
+    if not rings:
+        return {}
+    moves = transfers(joint, planned.layouts)
+    moving = {move.transfer for move in moves if move.moves}
+    phase = {node: number for number, (ops, _) in enumerate(by_segment(joint, moves)) for node in ops}
+    last: dict[fx.Node, Turn] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    for place, node in enumerate(joint.graph.nodes):
+        operands = tensor_operands(node)
+        own = (planned.turns[read] for i, _ in enumerate(operands) if (read := (node.name, i)) in moving)
+        last[node] = max((*(last[operand] for operand in operands), *own), default=(-1, 0))
+        if node.name in rings:
+            before = last[node] if last[node][0] == phase[node] else (phase[node], -1)
+            found[node.name] = *before, place
+    return found

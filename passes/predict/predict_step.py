@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -14,15 +14,22 @@ from cost_model.mesh import MeshSpec
 from passes.ir.graph_pass import duplicate_module
 from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
-from passes.layout.layout import Assignment
 from passes.lower.partition import order_of
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.plan.planned_graph import PlannedGraph, Transfer
-from passes.predict.predict_program import alone, predict_phases, predict_pieces, trained_by, update_seconds
+from passes.plan.transfers import ring_turns
+from passes.predict.predict_program import (
+    alone,
+    predict_phases,
+    predict_pieces,
+    slowest_ranks,
+    slowest_step,
+    trained_by,
+    update_seconds,
+)
 from passes.predict.prediction import MemoryWalk, Prediction
-from passes.predict.step_events import Axes
 from passes.schedule.issue_order import later_places
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
@@ -75,7 +82,7 @@ def predict_stage(
     groups = simulated_groups(mesh)
     found = [
         _of_rank(joint, rank_program(joint, planned, mesh, rank, groups), prices, frozenset(received))
-        for rank in slowest_ranks(planned.layouts, mesh)
+        for rank in slowest_ranks(planned.layouts, mesh, joint)
     ]
     slowest = max(found, key=lambda one: one.forward + one.backward)
     fullest = max(found, key=lambda one: one.peak)
@@ -182,35 +189,7 @@ def predicted_step(
         program = program.joined() if eager else program
         return predict_phases(program.usual(), prices, simulated_group_axes)
 
-    return slowest_step(of_rank(rank) for rank in slowest_ranks(planned.layouts, mesh))
-
-
-def slowest_step(ranks: Iterable[Prediction]) -> Prediction:
-    """The step of the slowest of the ranks, with the memory of the fullest."""
-    found = list(ranks)
-    fullest = max(found, key=lambda p: p.peak.nbytes)
-    return replace(max(found, key=lambda p: p.seconds), memory=fullest.memory)
-
-
-def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
-    """Ranks of which one is the slowest.
-
-    Rank 0 has the largest shard of everything split in torch's sizes. For every split with sizes of
-    its own, the rank that holds its largest piece may be slower.
-    """
-    found = {0}
-    for layouts in assignment.values():
-        for layout in (*layouts.operands, *layouts.results):
-            for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
-                sizes = sizes if halo is None else halo.sizes
-                if sizes is not None:
-                    found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
-    return tuple(sorted(found))
-
-
-def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:
-    """The first rank whose place along `axes`, major to minor, is `index`."""
-    return next(rank for rank in range(mesh.device_count) if mesh.linear_index(rank, axes) == index)
+    return slowest_step(of_rank(rank) for rank in slowest_ranks(planned.layouts, mesh, joint))
 
 
 class StepInOrders:
@@ -229,7 +208,7 @@ class StepInOrders:
             predict_phases(
                 self._of_rank(rank, planned, prices).program(planned).usual(), prices, simulated_group_axes
             )
-            for rank in slowest_ranks(planned.layouts, prices.mesh)
+            for rank in slowest_ranks(planned.layouts, prices.mesh, self._joint)
         )
 
     def _of_rank(self, rank: int, planned: PlannedGraph, prices: Prices) -> Orders:
@@ -271,8 +250,8 @@ class Orders:
 
     def program(self, planned: PlannedGraph) -> RankProgram:
         """In the order of `planned`, which it `has`."""
-        later = later_places(self._joint, planned)
-        ordered = lambda module: self._ordered(module, planned, later)
+        later, rings = later_places(self._joint, planned), ring_turns(self._joint, planned)
+        ordered = lambda module: self._ordered(module, planned, later, rings)
         backward = self._split.backward
         split = replace(
             self._split,
@@ -286,7 +265,11 @@ class Orders:
         return self._program.in_phases()
 
     def _ordered(
-        self, module: fx.GraphModule, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
+        self,
+        module: fx.GraphModule,
+        planned: PlannedGraph,
+        later: Mapping[Transfer, tuple[int, ...]],
+        rings: Mapping[str, tuple[int, ...]],
     ) -> fx.GraphModule:
         module = duplicate_module(module)
         for node in module.graph.nodes:
@@ -294,4 +277,6 @@ class Orders:
                 transfer = self._program.local.transfers[node.meta["transfer"]]
                 kept = {name: value for name, value in node.meta.items() if name not in ("ahead", "later")}
                 node.meta = kept | order_of(transfer, planned, later)
+            elif "ring" in node.meta:
+                node.meta["turn"] = rings[node.meta["ring"]]
         return module

@@ -32,7 +32,7 @@ from passes.search.find import Found, JudgeUnder, find_assignment
 from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
 from passes.strategies.cuts import ops_of
 from passes.strategies.prices import Prices
-from passes.strategies.strategies import contiguous_factors
+from passes.strategies.strategies import contiguous_factors, offered_ways
 
 WHOLE_AXES = 3
 """Meshes of so many axes are searched whole, however large the space."""
@@ -83,7 +83,7 @@ class _Search:
 
     @cached_property
     def size(self) -> SpaceSize:
-        return SpaceSize.of(self.joint)
+        return SpaceSize.of(self.joint, self.prices.mesh, self.boundary.has_parts(self.joint))
 
     @cached_property
     def coarsest(self) -> Units:
@@ -225,13 +225,13 @@ class SpaceSize:
     edges: tuple[tuple[Choices, Choices], ...]
 
     @staticmethod
-    def of(joint: JointGraph) -> SpaceSize:
+    def of(joint: JointGraph, mesh: MeshSpec, in_parts: bool) -> SpaceSize:
         choices: dict[fx.Node, Choices] = {
             node: (1 + len(node.meta["val"].shape),) for node in joint.placeholders
         }
         edges: dict[Hashable, tuple[Choices, Choices]] = {}
         for node, rule in ops_of(joint):
-            choices[node] = tuple(_choices(way) for way in rule.ways)
+            choices[node] = tuple(_choices(way) for way in offered_ways(rule, mesh, in_parts))
             for place, operand in enumerate(tensor_operands(node)):
                 producer, result = result_index(operand)
                 ends = choices[producer], choices[node]

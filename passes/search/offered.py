@@ -36,7 +36,7 @@ from passes.search.search_space import Edge, SearchSpace
 from passes.search.search_terms import Boundary, Narrowing
 from passes.search.strategy_space import Option, SpaceBuilder
 from passes.states.offers import Offers
-from passes.strategies.prices import Prices, strategy_seconds
+from passes.strategies.prices import Prices
 from passes.strategies.traffic import OpTraffic
 
 
@@ -101,7 +101,7 @@ def with_workspaces(space: SearchSpace, joint: JointGraph, prices: Prices) -> Se
     known: dict[Hashable, _Rows] = {}
     beside: list[tuple[int, int, _Rows]] = []
     for step, node in enumerate(joint.graph.nodes):
-        if node.op != "call_function" or node.name not in place or not workspaces.of_op(node):
+        if node.op != "call_function" or node.name not in place or not _needs(node, workspaces):
             continue
         op = place[node.name]
         key = id(space.strategies[op]), op_signature(node)
@@ -110,6 +110,10 @@ def with_workspaces(space: SearchSpace, joint: JointGraph, prices: Prices) -> Se
         if known[key].usage.any():
             beside.append((op, step, known[key]))
     return _extended(space, beside) if beside else space
+
+
+def _needs(node: fx.Node, workspaces: Workspaces) -> bool:
+    return bool(workspaces.of_op(node)) or any(way.exchange is not None for way in rule_for(node).ways)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def _nbytes(
         if made:
             held[node] = strategy.results[0]
         local = {one: _local(one, layout, prices) for one, layout in held.items()}
-        return workspaces.of_op(node, local.__getitem__)
+        return workspaces.of_op(node, local.__getitem__) + prices.ring_nbytes(node, strategy)
 
     return np.array([of_strategy(strategy) for strategy in strategies], dtype=np.int64)
 
@@ -214,13 +218,11 @@ class _OfferBuilder(LimitedBuilder):
 
     def _storing(self, node: fx.Node) -> np.ndarray | None:
         """Seconds more of `node` per strategy if its result is stored; None: it is in any case."""
-        flow, mesh = self.prices.traffic(node), self.prices.mesh
+        flow = self.prices.traffic(node)
         if flow.writes:
             return None
         strategies, stored = self.options[self.index[node]].strategies, OpTraffic(flow.reads, writes=True)
-        priced = lambda traffic: strategy_seconds(
-            node, rule_for(node), strategies, traffic, mesh, self.prices.compute
-        )
+        priced = lambda traffic: self.prices.strategy_seconds(node, rule_for(node), strategies, traffic)
         return repeats(node) * np.maximum(priced(stored) - priced(flow), 0.0)
 
     def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:

@@ -98,6 +98,11 @@ class Boundary:
     outputs: Mapping[int, tuple[Layout, ...]]
     tied: Mapping[int, int]
 
+    def has_parts(self, joint: JointGraph) -> bool:
+        """Whether an input of the call is split in another dim than the first."""
+        given = (self.inputs.get(i, ()) for i, spec in enumerate(joint.inputs) if spec.kind == "input")
+        return any(any(layout.dims[1:]) for layouts in given for layout in layouts)
+
 
 def boundary_of(
     joint: JointGraph,

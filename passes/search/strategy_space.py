@@ -26,8 +26,8 @@ from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
 from passes.strategies.kernel_keys import class_key
-from passes.strategies.prices import Prices, local_nbytes, strategy_seconds
-from passes.strategies.strategies import enumerate_strategies
+from passes.strategies.prices import Prices, local_nbytes
+from passes.strategies.strategies import enumerate_strategies, offered_ways
 from passes.strategies.traffic import OpTraffic
 
 
@@ -222,8 +222,12 @@ class SpaceBuilder:
             wider=wider,
             any_order=any_order,
             joined=self.prices.joined,
+            ways=offered_ways(rule, mesh, self.boundary.has_parts(self.joint)),
         )
-        seconds = strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute)
+        seconds = self.prices.strategy_seconds(node, rule, strategies, flow)
+        if not np.isfinite(seconds).all():  # a ring, where nothing is to be exchanged so
+            strategies = tuple(s for s, x in zip(strategies, seconds, strict=True) if np.isfinite(x))
+            seconds = seconds[np.isfinite(seconds)]
         return Option(strategies, repeats(node) * seconds)
 
     def _classed(self, key: Hashable, make: Callable[[], Option]) -> Option:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from cost_model.groups import group_shape
 from cost_model.measurements import MEMORY_KINDS, Lateness
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
-from cost_model.timed import KernelWork, Priced
+from cost_model.timed import KernelKey, KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
 from passes.ir.op_schema import op_signature
 from passes.ir.op_traits import fuses, is_view
@@ -24,7 +25,7 @@ from passes.ir.routing import BALANCED
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import ROUTED, FactorSplit, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
-from passes.rules.core.rule import OpRule
+from passes.rules.core.rule import Exchange, OpRule
 from passes.rules.core.rule_registry import rule_for
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, operand_orders
 from passes.strategies.traffic import OpTraffic, TrafficModel, fused_traffic
@@ -89,14 +90,18 @@ def strategy_seconds(
     written = lambda layout, i: local_nbytes(layout, node, i, mesh)
 
     def seconds(strategy: NodeLayouts) -> float:
-        share = math.prod([once(share_of, split) for split in strategy.splits])
+        shares = [once(share_of, split) for split in strategy.splits]
+        calls = list(map(math.prod, itertools.product(*shares)))
         held = strategy.operands
         nbytes = sum([once(read, held[i], i) for i, reads in enumerate(flow.reads) if reads])
         stored = sum([once(written, strategy.results[i], i) for i in results])
         local_shape = lambda i: once(shape_of, held[i], i)
         kind = arithmetic_kind(node, local_shape)
-        key = None if form is None else kernel_key(node, form, local_shape)
-        work = (flops * share, nbytes + stored, dtype, kind, stored, flow.writes)
+        key = None if form is None or len(calls) > 1 else kernel_key(node, form, local_shape)
+        moved = (nbytes + stored) / len(calls), dtype, kind, stored / len(calls), flow.writes
+        return sum([priced((flops * share, *moved), key) for share in calls])
+
+    def priced(work: tuple[Any, ...], key: KernelKey | None) -> float:
         if (work, key) not in known:
             known[work, key] = flow.runs * prices.work_seconds(KernelWork(*work), key)
         return known[work, key]
@@ -148,17 +153,20 @@ def _dtype_name(node: fx.Node) -> str:
     return str(first_value(node).dtype).removeprefix("torch.")
 
 
-def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> float:
-    """Of the op's operations, those of the largest shard of the factor; of experts, of the rank with the most rows."""
+def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> Sequence[float]:
+    """Of the op's operations, those of the largest shard of the factor, of each call that it takes; of experts, of the
+    rank with the most rows."""
     if split.factor in rule.by_expert and node.meta["rows"].routing is not BALANCED:
-        return _fullest(node, [mesh.size(axis) for axis in split.axes])
+        return (_fullest(node, [mesh.size(axis) for axis in split.axes]),)
     way = rule.splitting([split.factor])
     length = way.sizes[split.factor]
+    if split.factor in way.work:
+        return max((way.work[split.factor](*part) for part in split.parts(length, mesh)), key=sum)
     if split.spans is None:
         largest = first_part(length, mesh, split.axes)
     else:
         largest = max(hi - lo for lo, hi in split.spans)
-    return largest / length * way.repeated.get(split.factor, 1.0)
+    return (largest / length,)
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,52 @@ class Prices:
         """`overlap_efficiency` beside a collective: nothing hides behind one that is waited for where it starts."""
         return 0.0 if kind in MEMORY_KINDS and self.shares_memory(axes) else self.overlap_efficiency
 
+    def strategy_seconds(
+        self, node: fx.Node, rule: OpRule, strategies: Sequence[NodeLayouts], flow: OpTraffic
+    ) -> np.ndarray:
+        """`strategy_seconds`, and what is exchanged within the op and not hidden behind its products."""
+        found = strategy_seconds(node, rule, strategies, flow, self.mesh, self.compute)
+        if all(way.exchange is None for way in rule.ways):
+            return found
+        more = [self._passing(node, rule, s, float(x)) for s, x in zip(strategies, found, strict=True)]
+        return found + np.array(more)
+
+    def _passing(self, node: fx.Node, rule: OpRule, strategy: NodeLayouts, computed: float) -> float:
+        ring = self._ring(node, rule, strategy)
+        if ring is None:
+            return 0.0
+        exchange, axes, nbytes = ring
+        moved = lambda tensors: self.redistributor.collective_seconds("point_to_point", axes, nbytes(tensors))
+        ranks, results = self.mesh.size(*axes), [t for t in exchange.swapped if t >= len(strategy.operands)]
+        step, late = moved(exchange.round), moved(t for t in exchange.round if t in results)
+        hidden = self.hidden_share("point_to_point", axes) * min(step, computed / ranks)
+        # Results of a round are added to those before; what is swapped is copied out of one message and into another.
+        copied = 3.0 * (ranks - 1) * nbytes(results) + 4.0 * nbytes(exchange.swapped)
+        written = self.compute.kernel_seconds(0.0, copied, "float32", None)
+        return (ranks - 1) * (step - hidden) + late + written + 0.5 * moved(exchange.swapped)
+
+    def ring_nbytes(self, node: fx.Node, strategy: NodeLayouts) -> int:
+        """That an op which exchanges within itself holds besides, at least: a message on its way."""
+        ring = self._ring(node, rule_for(node), strategy)
+        return 0 if ring is None else ring[2](ring[0].round)
+
+    def _ring(
+        self, node: fx.Node, rule: OpRule, strategy: NodeLayouts
+    ) -> tuple[Exchange, tuple[str, ...], Callable[[Iterable[int]], int]] | None:
+        """What is exchanged within the op, over which axes, and the bytes of a rank's part of its tensors."""
+        exchange = rule.splitting([split.factor for split in strategy.splits]).exchange
+        if exchange is None:
+            return None
+        (axes,) = (split.axes for split in strategy.splits if split.factor == exchange.factor)
+        values, layouts = (
+            [*map(node_value, tensor_operands(node)), *node_values(node)],
+            (*strategy.operands, *strategy.results),
+        )
+        part = lambda t: (
+            math.prod(layouts[t].max_local_shape(values[t].shape, self.mesh)) * values[t].element_size()
+        )
+        return exchange, axes, lambda tensors: sum(map(part, tensors))
+
     def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         """Seconds of `node` of a global graph under `layouts`, as `strategy_seconds` has them; once for ops alike.
 
@@ -225,7 +279,7 @@ class Prices:
         rule, flow = rule_for(node), self.traffic(node)
         key = (id(layouts), id(rule), flow, op_signature(node), self.orders(node))
         if key not in self.known:
-            (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
+            (found,) = self.strategy_seconds(node, rule, [layouts], flow)
             self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
         return self.known[key][-1]
 

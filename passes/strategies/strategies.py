@@ -38,17 +38,19 @@ def enumerate_strategies(
     wider: Wider | None = None,
     any_order: bool = False,
     joined: JoinedAxes = (),
+    ways: Sequence[OpRule] | None = None,
 ) -> tuple[NodeLayouts, ...]:
     """Every strategy the rule allows: the product over the mesh's axes of size > 1, of those `joined` as of one.
 
     Several axes may split one factor: in mesh order, and with `any_order` in every order (a
     parameter split over "tp" and each part over "dp" is f32[4096@tp@dp, 512]). A factor is split in torch.chunk's
-    sizes, in those of `cuts`, or into the overlapping spans of `wider`.
+    sizes, in those of `cuts`, or into the overlapping spans of `wider`. ways: of the rule;
+    None: those that exchange nothing within the op.
     Deterministic; the first strategy is the replicated one.
     """
     found: dict[Hashable, NodeLayouts] = {}
     shared: dict[Hashable, Any] = {}
-    for way in rule.ways:
+    for way in [way for way in rule.ways if way.exchange is None] if ways is None else ways:
         legal = contiguous_factors(way)
         offered = _Offered(way, mesh, cuts, wider or {}, any_order, shared)
         maker = _Maker(way, [*operand_shapes, *result_shapes], mesh, shared)
@@ -58,6 +60,21 @@ def enumerate_strategies(
                 layouts = maker.layouts(choices, splits)
                 found.setdefault((*map(id, layouts), *map(id, splits)), maker.strategy(layouts, splits))
     return tuple(found.values())
+
+
+def offered_ways(rule: OpRule, mesh: MeshSpec, in_parts: bool) -> list[OpRule]:
+    """Those that exchange within the op only where a sequence is given in parts, or what may be split instead is too
+    short: each makes every search longer."""
+
+    def is_offered(way: OpRule) -> bool:
+        instead = () if way.exchange is None else way.exchange.unless
+        return (
+            way.exchange is None
+            or in_parts
+            or math.prod(way.sizes.get(f, 1) for f in instead) < mesh.device_count
+        )
+
+    return list(filter(is_offered, rule.ways))
 
 
 def contiguous_factors(rule: OpRule) -> tuple[str, ...]:
@@ -100,8 +117,8 @@ class _Offered:
     made: dict[Hashable, list[FactorSplit]] = field(default_factory=dict)
 
     @cached_property
-    def by_expert(self) -> frozenset[str]:
-        return self.rule.by_expert
+    def chunked(self) -> frozenset[str]:
+        return self.rule.chunked
 
     def splits(self, choices: Sequence[_Choice]) -> Iterator[tuple[FactorSplit, ...]]:
         units_of: dict[str, tuple[Unit, ...]] = {}
@@ -112,7 +129,7 @@ class _Offered:
 
     def _of_factor(self, factor: str, units: tuple[Unit, ...]) -> list[FactorSplit]:
         if (factor, units) not in self.made:
-            plain = factor in self.by_expert
+            plain = factor in self.chunked
             orders = map(chained, itertools.permutations(units) if self.any_order and not plain else [units])
             ways = (
                 FactorSplit(factor, order, spans)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, find_plan
 from cost_model.memory import reserve_bytes
+from passes.layout.layout import RING
 from tests.golden import Golden
 from tests.models import SwiGLU, TwoLinear
 from tests.plans.patterns import Block, LanguageModel, OneHead, Regression
@@ -143,18 +144,17 @@ def test_megatron_sequence_parallel(golden: Golden) -> None:
 
 
 def test_context_parallel(golden: Golden) -> None:
-    """One long sequence of one head, of whose tokens each rank has a part: of attention the queries are split; what
-    keys and values are made of is gathered, and their gradients are sums that the weights' go on with."""
+    """One long sequence of one head, of whose tokens each rank has a part: keys and values pass by all ranks."""
     with torch.device("meta"):
         model = Regression(OneHead(width=128))
     parts = tuple(torch.empty(1, 2**14, 128, device="meta") for _ in range(2))
     here = ((Shard(1),), (Shard(1),))
     plan = find_plan(model, MeshSpec({"cp": 4}, device_type="cuda"), parts, profile=H100, in_placements=here)
     attentions = [record for record in plan.records if record.name.startswith("attention")]
-    assert [[split.factor for split in record.splits] for record in attentions] == [["s"], ["s"]]
-    assert {kind for value, kind in moved(plan, "forward") if not value} == {"all_gather[cp]"}
+    assert [[split.factor for split in record.splits] for record in attentions] == [[RING], [RING]]
+    assert not moved(plan, "forward")
     golden.check(plan.to_text(seconds=False), "context_parallel.txt")
-    assert named(plan) == {"cp": "context parallel; sequence split"}
+    assert named(plan) == {"cp": "context parallel; sequence split; ring attention"}
 
 
 def test_vocabulary_parallel(golden: Golden) -> None:

@@ -28,7 +28,7 @@ def test_attention(shape: tuple[int, int, int, int], causal: bool) -> None:
         rule = check(ops.attention.default, *args)
         assert set(rule.splittable) <= {"b", "h", "s"}
         assert ("s" in rule.splittable) == (s > 1)
-        assert rule.repeated == ({"s": 2.0} if causal else {})
+        assert set(rule.work) == ({"s"} if causal else set())
         assert rule.linear == ()
         out, lse = ops.attention.default(*args)
         grad = draw.floats(*out.shape)
@@ -41,18 +41,6 @@ def test_queries_stay_whole_beside_causality_and_another_mask() -> None:
     q, k = draw.floats(2, 3, 5, 4), draw.floats(2, 3, 5, 4)
     rule = check(ops.attention.default, q, k, k, draw.floats(1, 1, 5, 5), True, 0.5)
     assert set(rule.splittable) == {"b", "h"}
-
-
-def test_a_causal_mask_splits_the_queries() -> None:
-    """A part of them reads the mask, which need not be read where all are."""
-    draw = Draw(3)
-    q, k, v = draw.floats(2, 3, 5, 4), draw.floats(2, 3, 5, 4), draw.floats(2, 3, 5, 4)
-    for mask in (torch.ones(5, 5).tril().bool()[None, None], torch.ones(2, 1, 5, 5).tril().bool()):
-        rule = check(ops.attention.default, q, k, v, mask, False, 0.5, True)
-        assert set(rule.splittable) == {"b", "h", "s"} and rule.repeated == {"s": 2.0}
-        out, lse = ops.attention.default(q, k, v, mask, False, 0.5, True)
-        grad = draw.floats(*out.shape)
-        check(ops.attention_backward.default, grad, q, k, v, mask, out, lse, False, 0.5, True)
 
 
 def test_uniform_is_the_same_however_it_is_split() -> None:

@@ -12,12 +12,14 @@ import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import GraphInput, GraphOutput, JointGraph, tensor_operands
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_values, result_shapes, tensor_operands
+from passes.ir.op_work import global_flops
 from passes.ir.torch_compat import fresh_fakes
-from passes.layout.layout import Layout, NodeLayouts
+from passes.layout.layout import RING, Layout, NodeLayouts
 from passes.lower.partition import partition
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
+from passes.simulate.lockstep import simulate, simulated_groups
 from passes.strategies.strategies import enumerate_strategies
 from tests.rules.registered import Draw, aten
 from tests.schedule.planned import unmerged
@@ -87,29 +89,35 @@ def total(parts: list[Any], layout: Layout, mesh: MeshSpec, rank: int) -> torch.
     return stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def check_all(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec) -> int:
-    node = call_node(op, args)
+def strategies_of(node: fx.Node, mesh: MeshSpec) -> tuple[NodeLayouts, ...]:
+    shapes = [n.meta["val"].shape for n in tensor_operands(node)]
     rule = rule_for(node)
-    operands = [n.meta["val"] for n in tensor_operands(node)]
-    value = node.meta["val"]
-    results = list(value) if isinstance(value, (tuple, list)) else [value]
+    return enumerate_strategies(rule, shapes, result_shapes(node), mesh, ways=rule.ways)
+
+
+def lowered(node: fx.Node, strategy: NodeLayouts, mesh: MeshSpec) -> list[fx.GraphModule]:
+    """What every rank runs of a graph of one op."""
     faked(node)
     joint = joint_of(node)
-    shapes = [() if r is None else tuple(r.shape) for r in results]
-    strategies = enumerate_strategies(rule, [t.shape for t in operands], shapes, mesh)
+    assignment = {node.name: strategy}
+    for source, layout in zip(tensor_operands(node), strategy.operands, strict=True):
+        assignment[source.name] = NodeLayouts((), (layout,))
+    pairs = zip(strategy.results, node_values(node), strict=True)
+    assignment[joint.output_node.name] = NodeLayouts(tuple(x for x, r in pairs if r is not None), ())
+    planned = unmerged(joint, assignment, None, {})
+    ranks, groups = range(mesh.device_count), simulated_groups(mesh)
+    return [partition(joint, planned, mesh, rank, groups).module for rank in ranks]
+
+
+def check_all(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec) -> int:
+    strategies = strategies_of(call_node(op, args), mesh)
     for strategy in strategies:
-        assignment = {node.name: strategy}
-        for source, layout in zip(tensor_operands(node), strategy.operands, strict=True):
-            assignment[source.name] = NodeLayouts((), (layout,))
-        there = [x for x, r in zip(strategy.results, results, strict=True) if r is not None]
-        assignment[joint.output_node.name] = NodeLayouts(tuple(there), ())
-        planned = unmerged(joint, assignment, None, {})
-        outputs: list[Any] = []
-        for rank in range(mesh.device_count):
-            groups = {axes: str(axes) for axes in [("a",), ("b",), ("a", "b")]}
-            local = partition(joint, planned, mesh, rank, groups)
-            shards = [shard(t, x, mesh, rank) for t, x in zip(operands, strategy.operands, strict=True)]
-            outputs.append(local.module(*shards))
+        node = call_node(op, args)
+        operands = [n.meta["val"] for n in tensor_operands(node)]
+        results = node_values(node)
+        ranks, held = range(mesh.device_count), list(zip(operands, strategy.operands, strict=True))
+        modules = lowered(node, strategy, mesh)
+        outputs = simulate(modules, [[shard(t, x, mesh, rank) for t, x in held] for rank in ranks], mesh)
         for index, (whole, layout) in enumerate(zip(results, strategy.results, strict=True)):
             if whole is None:
                 continue
@@ -174,3 +182,38 @@ def test_attention(mesh: MeshSpec) -> None:
     check_all(
         ops.attention_backward.default, (D.floats(*out.shape), q, k, v, None, out, lse, False, 0.5), mesh
     )
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (4, 4), (7, 5), (7, 9)])
+def test_causal_attention(mesh: MeshSpec, queries: int, keys: int) -> None:
+    """As many keys as queries also pass by all ranks; of 4 over 3 ranks one has none."""
+    q, k, v = D.floats(1, 2, queries, 4), D.floats(1, 2, keys, 4), D.floats(1, 2, keys, 3)
+    check_all(ops.attention.default, (q, k, v, None, True, 0.5), mesh)
+    out, lse = ops.attention.default(q, k, v, None, True, 0.5)
+    check_all(
+        ops.attention_backward.default, (D.floats(*out.shape), q, k, v, None, out, lse, True, 0.5), mesh
+    )
+
+
+@pytest.mark.parametrize(("factor", "shares"), [("s", (0.5, 1.5, 2.5, 3.5)), (RING, (2.0, 2.0, 2.0, 2.0))])
+def test_ranks_multiply_with_the_keys_that_their_queries_see(factor: str, shares: tuple[float, ...]) -> None:
+    """Of squares of 4 x 4: of keys in front of their queries all, of their own a half; mirrored pieces have equal work.
+    Backward there are five products for two."""
+    x = D.floats(1, 1, 16, 4)
+    out, lse = ops.attention.default(x, x, x, None, True, 0.5)
+    forward, backward = (x, x, x, None, True, 0.5), (out, x, x, x, None, out, lse, True, 0.5)
+    square = 4 * 4 * 4 * 4.0
+    for op, args, products in (
+        (ops.attention.default, forward, 1.0),
+        (ops.attention_backward.default, backward, 2.5),
+    ):
+        assert operations(op, args, MeshSpec({"a": 4}), factor) == [square * products * n for n in shares]
+
+
+def operations(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec, factor: str) -> list[float]:
+    """Of every rank, where the mesh splits that factor."""
+    node = call_node(op, args)
+    (strategy,) = (s for s in strategies_of(node, mesh) if [split.factor for split in s.splits] == [factor])
+    modules = lowered(node, strategy, mesh)
+    return [sum(map(global_flops, m.graph.find_nodes(op="call_function", target=op))) for m in modules]

@@ -1,10 +1,9 @@
-"""Causal attention by a part of the queries reads a mask, and computes what it hides: the search counts that."""
+"""Causal attention by a part of the queries has the keys that they see: the search counts those of the last part."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from cost_model.mesh import MeshSpec
@@ -29,22 +28,20 @@ class Operations:
         return work.flops
 
 
-def operations(is_causal: bool, masked: bool = False) -> dict[str, float]:
+def operations(is_causal: bool) -> dict[str, float]:
     """Of the rank that has most; "" for the whole op on every rank, else by the factor that the mesh splits."""
     q, k, v = (torch.empty(SHAPE) for _ in range(3))
-    mask = torch.empty(1, 1, 64, 64, dtype=torch.bool) if masked else None
-    node = call_node(torch.ops.autoshard.attention.default, (q, k, v, mask, is_causal, 0.1, masked))
-    rule, shapes = rule_for(node), [SHAPE] * 3 + ([(1, 1, 64, 64)] if masked else [])
+    node = call_node(torch.ops.autoshard.attention.default, (q, k, v, None, is_causal, 0.1))
+    rule, shapes = rule_for(node), [SHAPE] * 3
     given = enumerate_strategies(rule, shapes, [SHAPE, SHAPE[:3]], MESH)
     seconds = strategy_seconds(node, rule, given, eager_traffic(node), MESH, Operations())  # type: ignore[arg-type]
     return {",".join(s.factor for s in one.splits): value for one, value in zip(given, seconds, strict=True)}
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "by a mask"])
-def test_a_quarter_of_causal_queries_has_a_quarter_of_all_products(masked: bool) -> None:
-    """Half of them count for the op with all queries."""
-    found = operations(is_causal=not masked, masked=masked)
-    assert (found[""], found["h"], found["s"]) == (WHOLE / 2, WHOLE / 8, WHOLE / 4)
+def test_the_last_quarter_of_causal_queries_sees_7_of_16_pairs() -> None:
+    """Of squares of 16 x 16: three and a half, of eight."""
+    found = operations(is_causal=True)
+    assert (found[""], found["h"], found["s"]) == (WHOLE / 2, WHOLE / 8, WHOLE / 2 * 7 / 16)
 
 
 def test_queries_that_see_all_keys_have_a_quarter() -> None:

@@ -30,7 +30,6 @@ def assemble(
     whole: Iterable[str] = (),
     linear: Iterable[frozenset[int]] = (),
     windows: Mapping[tuple[int, int], Window] | None = None,
-    repeated: Mapping[str, float] | None = None,
     localize: Localize | None = None,
 ) -> OpRule:
     """The rule of one op.
@@ -60,7 +59,6 @@ def assemble(
         whole=frozenset(f for f in whole if f in present),
         linear=tuple(dict.fromkeys(linear)),
         windows={place: window for place, window in windows.items() if cleaned[place[0]][place[1]]},
-        repeated=repeated or {},
         localize=localize,
     )
 

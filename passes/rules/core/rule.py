@@ -8,7 +8,7 @@ layouts of all operands and results follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,14 +17,31 @@ from torch import fx
 
 from passes.ir.joint import map_operands, node_values, tensor_operands
 from passes.ir.op_schema import named_arguments
-from passes.layout.layout import ROUTED
+from passes.layout.layout import ROUTED, Span
 from passes.layout.windows import Window
 
 Dim = tuple[str, ...]
 
 
+class Ring(Protocol):
+    """The ranks that split the factor of `Exchange`. index: this rank's among them; parts: what each has of it."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def parts(self) -> tuple[Span, ...]: ...
+
+    def exchange(self, flat: fx.Node, sent: Sequence[int], received: Sequence[int]) -> fx.Node:
+        """What the ranks send to this one, in their order. sent, received: elements for and from each. All of the ring
+        call it, as often as the others and in one order, also those that have nothing to send."""
+        ...
+
+
 class LocalContext(Protocol):
     """What a rule's `localize` sees while one rank's op is emitted into that rank's graph."""
+
+    @property
+    def ring(self) -> Ring | None: ...  # of a way whose op exchanges within itself (`OpRule.exchange`)
 
     node: fx.Node  # the op in the global graph
     args: tuple[Any, ...]  # its args, tensors replaced by this rank's nodes
@@ -56,6 +73,22 @@ nodes (None for a result that the op was told not to compute) instead of one nod
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Of an op that exchanges within itself what ranks have of `factor`, in torch.chunk's parts in mesh order.
+
+    round:   tensors, counted through operands and results, of which every rank has all parts one after the other.
+    swapped: those of which half of a part is exchanged before, or after.
+    unless:  factors that are split instead where they are together as long as the mesh has ranks, and nothing else asks
+             for the way (`passes.strategies.strategies.offered_ways`).
+    """
+
+    factor: str
+    round: tuple[int, ...]
+    swapped: tuple[int, ...]
+    unless: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class OpRule:
     """operands:   per tensor operand (order of `tensor_operands(node)`), per dim, its factors.
     results:    per result, per dim, its factors.
@@ -72,11 +105,13 @@ class OpRule:
                 `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
     moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
                 the search offers that where it is worth its time (`passes.search.space_dims`).
-    repeated:   factor -> how many times its operations all ranks do together where it is split; others: once.
+    work:       factor -> what part of the op's operations each call takes that its results [lo, hi) need; others:
+                one call, of as many as they are.
     unlike:     factors where a rank runs another op than the others (the one that has the row reads it, the others make
                 zeros). Pieces of a batch do not split them: their graphs differ in numbers alone.
     routed:     operand -> factor of experts: split over it, rows of the operand count on the rank of their expert
                 (`ROUTED`). Results for which `reductions` says so need not have the factor in their dims.
+    exchange:   what is exchanged within the op, in this way of splitting it.
     localize:   emits this rank's op; None repeats the op on the local operands.
     others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
@@ -91,9 +126,10 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
-    repeated: Mapping[str, float] = field(default_factory=dict)
+    work: Mapping[str, Callable[[int, int], Sequence[float]]] = field(default_factory=dict)
     unlike: frozenset[str] = frozenset()
     routed: Mapping[int, str] = field(default_factory=dict)
+    exchange: Exchange | None = None
     localize: Localize | None = None
     others: tuple[OpRule, ...] = ()
 
@@ -137,8 +173,14 @@ class OpRule:
 
     @property
     def by_expert(self) -> frozenset[str]:
-        """Factors that layouts name by their axes alone: split in no other way than torch.chunk's, in mesh order."""
+        """Factors of experts."""
         return frozenset((*self.routed.values(), *(f for f, op in self.reductions.items() if op == ROUTED)))
+
+    @property
+    def chunked(self) -> frozenset[str]:
+        """Factors that are split in no other way than torch.chunk's, in mesh order: layouts name experts by their axes
+        alone, and a ring is a process group."""
+        return self.by_expert if self.exchange is None else self.by_expert | {self.exchange.factor}
 
     @property
     def splittable(self) -> tuple[str, ...]:

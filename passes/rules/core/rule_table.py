@@ -14,7 +14,7 @@ from passes.rules.core.assemble import pointwise
 from passes.rules.core.emit_op import empty_safe
 from passes.rules.core.notation import spec
 from passes.rules.core.rule import Builder
-from passes.rules.plain import indexing, products, scattering, views
+from passes.rules.plain import attention, indexing, products, scattering, views
 from passes.rules.windowed import convolution, patches, pooling, resizing, shifting
 
 
@@ -130,8 +130,8 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         "autoshard::routed_outer.default": products.routed_outer,
         "autoshard::own_rows.default": products.own_rows,
         "autoshard::sum_rows.default": products.sum_rows,
-        "autoshard::attention.default": products.attention,
-        "autoshard::attention_backward.default": products.attention_backward,
+        "autoshard::attention.default": attention.attention,
+        "autoshard::attention_backward.default": attention.attention_backward,
         "autoshard::neighborhood_attention.default": patches.neighborhood_attention,
         "autoshard::neighborhood_attention_backward.default": patches.neighborhood_attention_backward,
         **_rows(convolution.convolution, "convolution"),
