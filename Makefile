@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_CUDA ?= .venv-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format golden mock-cuda gpu versions ci clean
+.PHONY: help demo test check format golden site mock-cuda gpu versions ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ format: $(BIN)/pytest ## rewrite the code in the house format
 golden: $(BIN)/pytest ## rewrite golden files with what the tests get; read the diff
 	$(BIN)/pytest --update-golden
 
+site: $(BIN)/pytest ## build the documentation as a site, into site/
+	$(BIN)/pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
 # `===`: the CUDA build, as the index names it.
 $(VENV_CUDA)/bin/pytest:
 	$(PYTHON) -m venv $(VENV_CUDA)
@@ -50,7 +54,7 @@ ci: ## everything CI does, in a fresh copy and a fresh environment
 	.ci/run
 
 # A machine with GPUs may have torch and no package index: what $(PYTHON) has is used as it is.
-gpu: ## run the tests that need GPUs and write docs/gpu-results.md; PYTHON=... with torch is used as it is
+gpu: ## run the tests that need GPUs and write benchmarks/results/gpu-results.md; PYTHON=... with torch is used as it is
 	@if $(PYTHON) -c 'import torch, pytest, highspy'; then $(PYTHON) -m benchmarks.gpu $(ARGS); \
 	else $(MAKE) $(BIN)/pytest && $(BIN)/python -m benchmarks.gpu $(ARGS); fi
 
@@ -58,4 +62,4 @@ versions: ## run the tests on other versions of torch and Python and write docs/
 	$(PYTHON) -m tests.versions.run $(ARGS)
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

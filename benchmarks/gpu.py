@@ -1,4 +1,4 @@
-"""Run what needs GPUs and write docs/gpu-results.md: `make gpu`, or `python -m benchmarks.gpu`.
+"""Run what needs GPUs and write benchmarks/results/gpu-results.md: `make gpu`, or `python -m benchmarks.gpu`.
 
     make gpu PYTHON=python3                            # a Python that has torch: nothing is installed
     make gpu ARGS='--jobs 6'                           # tests in six processes, where pytest-xdist is there
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nccl-tests", type=Path, help="what an all_reduce_perf of nccl-tests printed on this machine"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu-results.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu-results.md")
     return parser
 
 

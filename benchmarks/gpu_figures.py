@@ -1,4 +1,4 @@
-"""Figures of the page docs/gpu-results.md: `python -m benchmarks.gpu_figures NAME` prints one.
+"""Figures of the page benchmarks/results/gpu-results.md: `python -m benchmarks.gpu_figures NAME` prints one.
 
     python -m benchmarks.gpu_figures step          # step time against torch.compile, in one run
     python -m benchmarks.gpu_figures memory        # peak of a step, predicted and allocated

@@ -1,4 +1,4 @@
-"""docs/gpu-results.md from the outcomes of `pytest -m cuda` and the figures of `benchmarks.gpu_figures`."""
+"""benchmarks/results/gpu-results.md, from what `pytest -m cuda` gives and the figures of `benchmarks.gpu_figures`."""
 
 from __future__ import annotations
 

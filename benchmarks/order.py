@@ -1,7 +1,7 @@
 """When the collectives of a real step run, beside when they were predicted to.
 
     python -m benchmarks.cluster --hosts 2 --ranks 2 --rate 1gbit -- \
-        python benchmarks/order.py --family FSDP --draw docs/collectives.svg
+        python benchmarks/order.py --family FSDP --draw benchmarks/results/collectives.svg
     torchrun --nproc-per-node 4 benchmarks/order.py
 
 A small GPT is planned with prices that are measured on the ranks first, freely or as one family of plans, and trained

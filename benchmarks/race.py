@@ -6,7 +6,7 @@
 
 For each fabric: an emulated cluster is made (benchmarks/cluster), a profile measured on it, and the scenarios of
 the fabric run, each in fresh ranks. Writes race.json, race.md and, with matplotlib, two pictures into --out;
-docs/race.md says what is measured and how.
+benchmarks/results/race.md says what is measured and how.
 """
 
 from __future__ import annotations

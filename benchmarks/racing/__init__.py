@@ -1,1 +1,1 @@
-"""The race of autoshard's plans against hand-written parallelism, on emulated clusters. See docs/race.md."""
+"""autoshard's plans against hand-written parallelism, on emulated clusters. See benchmarks/results/race.md."""

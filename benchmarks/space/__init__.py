@@ -1,1 +1,1 @@
-"""Networks split in space: autoshard's plan against gathering and halos exchanged by hand. See docs/benchmarks.md."""
+"""Networks split in space, against gathering and halos exchanged by hand. See benchmarks/results/benchmarks.md."""

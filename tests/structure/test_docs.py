@@ -10,7 +10,11 @@ from pathlib import Path
 
 from tests.structure.source_tree import PACKAGES, ROOT, modules, relative
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "decisions"),
+    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
+]
 SOURCES = modules(*PACKAGES)
 OPERATORS = {name for path in SOURCES for name in re.findall(r"autoshard::(\w+)", path.read_text())}
 _PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join((*PACKAGES, 'docs'))})/[\w./*-]*")

@@ -76,7 +76,7 @@ class _Factor:
 def discover_rule(
     op: Callable[..., Any], example_args: Sequence[Any], example_kwargs: dict[str, Any] | None = None
 ) -> str:
-    """The rule of `op` that its behaviour on `example_args` shows, in the notation of RULES.md.
+    """The rule of `op` that its behaviour on `example_args` shows, in the notation of docs/rules.md.
 
         discover_rule(torch.ops.aten.mm.default, (torch.randn(4, 5), torch.randn(5, 6)))
         -> "a b, b c -> a c; b: sum; linear: 0; linear: 1"
