@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.plan.task import search_plan
-from autoshard.planning import CallLayouts, Task, canonical_capture
+from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.compile.join_kernels import JoinKernels
 from passes.layout.layout import Layout, NodeLayouts

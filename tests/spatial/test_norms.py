@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard import Plan, autoshard
-from autoshard.plan.task import search_plan
-from autoshard.planning import CallLayouts, Task, canonical_capture
+from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.planning import canonical_capture
 from autoshard.verification.part_errors import held_value
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, NodeLayouts
