@@ -67,7 +67,8 @@ def fused_traffic(node: fx.Node) -> OpTraffic:
         for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
     )
     writes = _writes(node)
-    return OpTraffic(reads, writes, runs=1 if writes else max(1, len(_run_in(node))))
+    once = writes or _phase(node) == "backward"  # of which the forward reads nothing
+    return OpTraffic(reads, writes, runs=1 if once else max(1, len(_run_in(node))))
 
 
 def _writes(node: fx.Node) -> bool:
