@@ -86,6 +86,26 @@ def test_a_rank_holds_its_part_of_weights_and_cache_and_nothing_of_a_backward() 
     assert planned(1, "meta").to_json() == plan.to_json()  # a cache that is never whole anywhere
 
 
+class Growing(Decoder):
+    """Leaves a longer cache in the object."""
+
+    def forward(self, words: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        x = self.words(words)
+        heads = lambda y: y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        cache.keys = torch.cat([cache.keys, heads(self.k(x))], 2)
+        cache.values = torch.cat([cache.values, heads(self.v(x))], 2)
+        mixed = F.scaled_dot_product_attention(heads(self.q(x)), cache.keys, cache.values)
+        return self.out(self.mix(mixed.transpose(1, 2).flatten(2))), cache
+
+
+def test_a_cache_that_is_left_in_an_object_is_not_gathered() -> None:
+    options: dict[str, Any] = {"profile": slow_compute(), "backend": "eager", "constraints": PINS}
+    call = words(1), Cache()
+    plan = find_plan(Growing().double(), MeshSpec({"tp": 2}), call, inference=True, **options)
+    cache = ROWS * (LONGEST + 1) * WIDTH * 8
+    assert all(collective.nbytes < cache // 2 for collective in plan.collectives)
+
+
 def test_it_is_planned_as_evaluated_and_verified() -> None:
     """Dropout is off though the model trains."""
     model, plan = decoder(), planned(3)
