@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,12 +86,17 @@ def _phase(node: fx.Node) -> str | None:
 
 
 def _run_in(node: fx.Node) -> set[str | None]:
-    """The phases in which an op runs that is stored nowhere: those of its readers."""
+    """The phases in which an op runs that is stored nowhere: those of its readers, as far as a loop goes."""
     found: set[str | None] = set()
-    for user in node.users:
-        inner = is_view(user) or not _writes(user)
-        found |= _run_in(user) if inner and _phase(user) == _phase(node) else {_phase(user)}
-    return found
+    seen, stack = {node}, [node]
+    while stack and len(seen) <= MOST_OPS:
+        for user in stack.pop().users:
+            if _phase(user) != _phase(node) or (_writes(user) and not is_view(user)):
+                found.add(_phase(user))
+            elif user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return found | ({_phase(node)} if stack else set())
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -117,39 +122,42 @@ forward and backward weighs these twice [torch/_functorch/partitioners.py, get_n
 
 def _is_made_of_less(node: fx.Node) -> bool:
     """Whether what its loop reads is saved instead of it."""
-    if not reads_little(node):
+    read = _read_by_loop(node)
+    if read is None or not _are_little(read, node):
         return False
-    made = (root for root in _read_by_loop(node) if root.op == "call_function")
-    return sum(map(_nbytes, made)) <= STORED_ALONE * _nbytes(node)
+    made = sum(_nbytes(root) for root in read if root.op == "call_function")
+    return made <= STORED_ALONE * _nbytes(node)
 
 
 def reads_little(node: fx.Node) -> bool:
     """Whether its loop reads fewer bytes than writing `node` and reading it once moves."""
-    if not fuses(node):
-        return False
-    left = 2 * _nbytes(node)
-    for count, root in enumerate(_read_by_loop(node)):
-        left -= _nbytes(root)
-        if left <= 0 or count > MOST_OPS:
-            return False
-    return True
+    read = _read_by_loop(node)
+    return read is not None and _are_little(read, node)
+
+
+def _are_little(read: Sequence[fx.Node], node: fx.Node) -> bool:
+    return sum(map(_nbytes, read)) < 2 * _nbytes(node)
 
 
 def _nbytes(node: fx.Node) -> int:
     return numel(node) * first_value(node).element_size()
 
 
-def _read_by_loop(node: fx.Node) -> Iterator[fx.Node]:
-    """What a compiler computes `node` of where it stores nothing that fuses; each once."""
-    seen, stack = {node}, [node]
+def _read_by_loop(node: fx.Node) -> list[fx.Node] | None:
+    """What a compiler computes `node` of where it stores nothing that fuses; None where that are more ops than a loop
+    has, or it is no loop."""
+    if not fuses(node):
+        return None
+    seen, stack, read = {node}, [node], list[fx.Node]()
     while stack:
-        one = stack.pop()
-        if one is not node and not fuses(one):
-            yield one
-            continue
-        new = dict.fromkeys(map(storage_root, tensor_operands(one)))
-        stack += [root for root in new if root not in seen]
-        seen.update(new)
+        new = dict.fromkeys(map(storage_root, tensor_operands(stack.pop())))
+        found = [root for root in new if root not in seen]
+        seen.update(found)
+        if len(seen) > MOST_OPS:
+            return None
+        stack += filter(fuses, found)
+        read += [root for root in found if not fuses(root)]
+    return read
 
 
 MOST_OPS = 32
@@ -236,7 +244,7 @@ def _collect(
 
 def _is_inner(node: fx.Node) -> bool:
     """What puts the parts of a collective in order (meta "turn") is in the price of the collective."""
-    return fuses(node) and "turn" not in node.meta and not fused_traffic(node).writes
+    return fuses(node) and "turn" not in node.meta and not _writes(node)
 
 
 def _in_loop(node: fx.Node) -> bool:

@@ -68,3 +68,23 @@ def test_what_is_made_of_as_much_as_storing_it_moves_is_stored() -> None:
     joint = canonical_capture(Product(), (torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)), {}).joint
     first, *_ = (n for n in joint.graph.nodes if str(n.target) == "aten.mul.Tensor")
     assert fused_traffic(first).writes
+
+
+class Long(nn.Module):
+    """Every value is read twice by the next, so that there are more ways through it than can be walked."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(60):
+            x = x * 0.5 + x.sin()
+        return x.sum()
+
+
+def test_a_chain_longer_than_a_loop_is_stored_for_the_backward() -> None:
+    joint = canonical_capture(Long(), (torch.randn(4, 4, requires_grad=True),), {}).joint
+    sums = [
+        n for n in joint.graph.nodes if str(n.target) == "aten.add.Tensor" and n.meta["phase"] == "forward"
+    ]
+    flows = [fused_traffic(n) for n in sums]
+    assert [flow.writes for flow in flows[:5]] == [False] * 5
+    assert [flow.runs for flow in flows[:5]] == [2] * 5
+    assert all(flow.writes for flow in flows[40:-1])
