@@ -16,7 +16,6 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from autoshard.runtime.process_groups import groups_for
-from benchmarks.overlap import Way
+from benchmarks.overlap import Way, times_in_turns
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
@@ -96,26 +95,12 @@ def _rank(rank: int, given: argparse.Namespace, ranks: int, folder: str, file: P
             programs = [rank_program(joint, planned, spec, r, simulated_groups(spec)) for r in range(ranks)]
             rows[name] = {"work": max(map(work, programs)), "sent": max(map(sent, programs))}
             ways[name] = Way(rank_program(joint, planned, spec, rank, groups))
-        for name, seconds in stepped(ways, given.steps).items():
-            rows[name]["ms"] = 1e3 * seconds
+        for name, seconds in times_in_turns(ways, given.steps).items():
+            rows[name]["ms"] = 1e3 * statistics.median(seconds)
         if rank == 0:
             file.write_text(json.dumps(rows))
     finally:
         dist.destroy_process_group()
-
-
-def stepped(ways: dict[str, Way], steps: int) -> dict[str, float]:
-    """The median of each."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(steps + 2):
-        for name, way in ways.items():
-            dist.barrier()
-            started = time.perf_counter()
-            way.step()
-            dist.barrier()
-            if step > 1:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 class Attention(nn.Module):

@@ -92,8 +92,15 @@ def compare(arguments: argparse.Namespace) -> None:
         "overlap": way(plain, Overlap()),
         "overlap and buckets": way(merged, scheduled),
     }
+    times = times_in_turns(ways, arguments.steps)
+    if rank == 0:
+        report(arguments, model, times, ways)
+
+
+def times_in_turns(ways: dict[str, Way], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step, of all ranks together, after two to warm up."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(arguments.steps + 2):
+    for step in range(steps + 2):
         for name, way in ways.items():
             dist.barrier()
             started = time.perf_counter()
@@ -101,8 +108,7 @@ def compare(arguments: argparse.Namespace) -> None:
             dist.barrier()
             if step > 1:
                 times[name].append(time.perf_counter() - started)
-    if rank == 0:
-        report(arguments, model, times, ways)
+    return times
 
 
 def _in_turns(planned: PlannedGraph, turns: Mapping[Transfer, Turn]) -> PlannedGraph:

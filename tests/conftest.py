@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: `ranks`, a pool of rank processes, and `golden`, expected text."""
+"""Fixtures shared by all tests: `ranks`, a pool of rank processes, `golden`, expected text, and `command`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,8 @@ import torch
 from tests.garbage import collect_seldom
 from tests.golden import Golden
 from tests.ranks import RankPool
+
+Command = Callable[..., tuple[int, str, str]]
 
 THINNED = (
     "api",
@@ -92,6 +94,19 @@ def _kept_for_several(item: pytest.Item) -> str | None:
     fixtures = itertools.chain(*item._fixtureinfo.name2fixturedefs.values())
     own = any(fixture.scope == "module" for fixture in fixtures)
     return str(item.path.relative_to(Path(__file__).parent)) if own else None
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """`autoshard WORDS...`: (exit status, what it prints, what it prints as errors)."""
+    from autoshard.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

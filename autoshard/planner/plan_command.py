@@ -232,15 +232,16 @@ def _shapes(arguments: argparse.Namespace) -> list[dict[str, int]]:
 
 def _best(asked: _Workload, shapes: list[dict[str, int]], pieces: int | str) -> tuple[Run, Plan]:
     """On the shape of the mesh where it is fastest; of several a line each. Raises the first's InfeasibleError."""
-    from autoshard.planner.priced_runs import best_run
+    from autoshard.planner.priced_runs import best_run, captured_on, model_flops
 
     found: list[tuple[Run, Plan]] = []
     reasons: list[InfeasibleError] = []
     call = asked.model.call(asked.batch, asked.sequence, "none")
+    flops = model_flops(captured_on(call, asked.machine).joint)
     for shape in shapes:
         words = ",".join(f"{axis}={size}" for axis, size in shape.items())
         try:
-            found.append(best_run(call, shape, asked.machine, pieces))
+            found.append(best_run(call, shape, asked.machine, pieces, flops))
             said = asked.words(found[-1][0])
         except InfeasibleError as error:
             reasons.append(error)

@@ -71,8 +71,15 @@ def model_flops(joint: JointGraph) -> float:
     return 3.0 * sum(global_flops(n) for n in joint.graph.nodes if n.meta.get("phase") == "forward")
 
 
-def best_run(call: Call, axes: Mapping[str, int], machine: Machine, pieces: int | str) -> tuple[Run, Plan]:
-    """By the plan that autoshard finds."""
+def captured_on(call: Call, machine: Machine) -> Captured:
+    model, args, kwargs = call
+    return canonical_capture(model, args, kwargs, device=torch.device(machine.device))
+
+
+def best_run(
+    call: Call, axes: Mapping[str, int], machine: Machine, pieces: int | str, flops: float
+) -> tuple[Run, Plan]:
+    """By the plan that autoshard finds. flops: the model's (`model_flops`)."""
     model, args, kwargs = call
     plan = find_plan(
         model,
@@ -84,7 +91,6 @@ def best_run(call: Call, axes: Mapping[str, int], machine: Machine, pieces: int 
         optimizer=machine.optimizer,
         time_limit=machine.seconds,
     )
-    flops = model_flops(canonical_capture(model, args, kwargs, device=torch.device(machine.device)).joint)
     return Run(plan.step_time, plan.peak_memory + plan.reserve, flops, plan.lower_bound), plan
 
 
@@ -115,9 +121,8 @@ def configured_plan(
     and the model's operations.
 
     ShardingError where the batch is not divided so; InfeasibleError where the model cannot be."""
-    model, args, kwargs = call
     mesh, pieces = machine.mesh(configuration.axes), configuration.pieces(batch)
-    captured = canonical_capture(model, args, kwargs, device=torch.device(machine.device))
+    captured = captured_on(call, machine)
     flops = model_flops(captured.joint)
     if configuration.recompute != "none" and not users_choice(captured.joint):
         raise ShardingError(

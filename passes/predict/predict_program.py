@@ -94,16 +94,7 @@ def slowest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph | No
     its own, the rank that holds its largest piece may be slower; of an op of `joint` whose parts take more work than
     others of their size, the rank that has the most.
     """
-    found = {0}
-    for node, rule in () if joint is None else rules_of(joint).items():
-        if rule.work:
-            for split in assignment[node.name].splits:
-                way = rule.splitting([split.factor])
-                if split.factor in way.work:
-                    work = [
-                        sum(way.work[split.factor](*p)) for p in split.parts(way.sizes[split.factor], mesh)
-                    ]
-                    found.add(_rank_at(mesh, split.axes, work.index(max(work))))
+    found = {0} if joint is None else {0, *_busiest_ranks(assignment, mesh, joint)}
     for layouts in assignment.values():
         for layout in (*layouts.operands, *layouts.results):
             for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
@@ -111,6 +102,16 @@ def slowest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph | No
                 if sizes is not None:
                     found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
     return tuple(sorted(found))
+
+
+def _busiest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph) -> Iterator[int]:
+    for node, rule in rules_of(joint).items():
+        for split in assignment[node.name].splits if rule.work else ():
+            way = rule.splitting([split.factor])
+            if split.factor in way.work:
+                parts = split.parts(way.sizes[split.factor], mesh)
+                work = [sum(way.work[split.factor](*part)) for part in parts]
+                yield _rank_at(mesh, split.axes, work.index(max(work)))
 
 
 def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:

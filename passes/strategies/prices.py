@@ -254,10 +254,8 @@ class Prices:
         if exchange is None:
             return None
         (axes,) = (split.axes for split in strategy.splits if split.factor == exchange.factor)
-        values, layouts = (
-            [*map(node_value, tensor_operands(node)), *node_values(node)],
-            (*strategy.operands, *strategy.results),
-        )
+        values = [*map(node_value, tensor_operands(node)), *node_values(node)]
+        layouts = (*strategy.operands, *strategy.results)
         part = lambda t: (
             math.prod(layouts[t].max_local_shape(values[t].shape, self.mesh)) * values[t].element_size()
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autoshard import MeshSpec, Plan, Profile
 from autoshard.cli import main
+from tests.conftest import Command
 from tests.profiles import slow_compute
 
 MODEL = """
@@ -28,7 +28,6 @@ def bare():
 """
 
 _numbers = itertools.count()
-Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -39,16 +38,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     slow_compute().save(tmp_path / "slow.json")
     monkeypatch.chdir(tmp_path)
     return name
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(arguments)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def plan_file(command: Command, module: str, name: str, *options: str) -> Path:

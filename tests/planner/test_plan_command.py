@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +12,15 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Plan
-from autoshard.cli import main
 from autoshard.planner.configuration import Configuration
 from autoshard.planner.meta_models import GivenModel, MetaModel
 from autoshard.planner.priced_runs import Machine, configured_plan, configured_run, model_flops, priced
 from autoshard.planning import canonical_capture
 from cost_model.memory import format_seconds
+from tests.conftest import Command
 from tests.profiles import slow_compute, waited_for
 
 MACHINE = Machine(slow_compute(), "cpu", None, "adamw", 60.0)
-Command = Callable[..., tuple[int, str, str]]
 
 
 class Residual(nn.Module):
@@ -37,16 +35,6 @@ class Residual(nn.Module):
 def given() -> GivenModel:
     with torch.device("meta"):
         return GivenModel(Residual(), (torch.zeros(8, 4, 16),), {})
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(arguments)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 WAITING = replace(MACHINE, profile=waited_for("h100"), device="cuda")

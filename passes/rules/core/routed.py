@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,8 +33,6 @@ class RoutedRows:
 
     def fullest(self, ways: Sequence[int]) -> float:
         """Of all rows those of the rank with the most, of ranks that share experts so many ways after each other."""
-        if not self.routing.shares:
-            return min(1.0, self.routing.factor / math.prod(ways))
         return self.routing.share(nested_sizes(self.experts, tuple(ways)))
 
 
