@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_CUDA ?= .venv-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format golden site mock-cuda gpu versions ci clean
+.PHONY: help demo test check format golden site browser mock-cuda gpu versions ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,11 @@ format: $(BIN)/pytest ## rewrite the code in the house format
 
 golden: $(BIN)/pytest ## rewrite golden files with what the tests get; read the diff
 	$(BIN)/pytest --update-golden
+
+# For tests of reports; apt as root. Where there is another Chromium or Chrome, only the second line is needed.
+browser: ## install Debian's Chromium and playwright-core, with which reports are tested
+	which chromium || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium)
+	npm install --no-save --no-audit --no-fund --prefix build/browser playwright-core@1.65
 
 site: $(BIN)/pytest ## build the documentation as a site, into site/
 	$(BIN)/pip install -c constraints.txt -e '.[docs]'

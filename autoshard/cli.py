@@ -64,7 +64,9 @@ def _add_show(commands: Any) -> None:
     show.add_argument("--graph", action="store_true", help="the whole graph in text form")
     show.add_argument("--node", help="explain one node, parameter or module")
     show.add_argument(
-        "--draw", type=Path, help="draw to .svg, .dot, .html, .json or .graphml; with stages .json is a trace"
+        "--draw",
+        type=Path,
+        help="the report (.html), or a drawing: .svg, .dot, .json or .graphml; with stages .json is a trace",
     )
     show.set_defaults(command=_show)
 
@@ -73,6 +75,7 @@ def _add_diff(commands: Any) -> None:
     diff = commands.add_parser("diff", help="compare two saved plans")
     diff.add_argument("plan", type=Path)
     diff.add_argument("other", type=Path)
+    diff.add_argument("--html", type=Path, help="a page with both plans beside each other")
     diff.set_defaults(command=_diff)
 
 
@@ -135,7 +138,14 @@ def _show(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     from autoshard.plan.plan import Plan
 
-    print(Plan.load(arguments.plan).diff(Plan.load(arguments.other)), end="")
+    plans = Plan.load(arguments.plan), Plan.load(arguments.other)
+    if arguments.html is not None:
+        from autoshard.drawing.page import write_page
+
+        names = arguments.plan.stem, arguments.other.stem
+        print(f"drew {write_page(arguments.html, *zip(names, plans, strict=True))}")
+    else:
+        print(plans[0].diff(plans[1]), end="")
     return 0
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +28,6 @@ from cost_model.memory import format_seconds
 from passes.stages.pipeline_timeline import PipelineTimeline
 
 _HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')
-_NUMBERED = re.compile(r'data-(index|from|to)="')
 _BETWEEN_STAGES, _BETWEEN_TIMELINES = 40.0, 24.0
 _TIMELINES = f"\n{TIMELINE_STYLE}"
 
@@ -41,7 +38,6 @@ def draw(graph: nx.DiGraph, path: PathLike) -> Path:
     """Write `graph` (see `plan_graph`) to `path` and return it; the suffix chooses the format.
 
     .svg  picture: forward beside backward, repeated layers folded
-    .html the same with zoom, search and details on hover; one file, no network
     .dot  for graphviz        .json .graphml  for other tools; every node and edge
 
     Raises PlanError for another suffix.
@@ -51,7 +47,7 @@ def draw(graph: nx.DiGraph, path: PathLike) -> Path:
     if text_of is None:
         raise PlanError(
             f"draw({str(target)!r}): no format has the suffix {target.suffix!r}\n"
-            f"  try: a name that ends in one of {' '.join(_TEXTS)}"
+            f"  try: a name that ends in one of .html {' '.join(_TEXTS)}"
         )
     write_text(target, text_of(graph), "picture", PlanError)
     return target
@@ -60,11 +56,11 @@ def draw(graph: nx.DiGraph, path: PathLike) -> Path:
 def draw_pipeline(
     title: str, timeline: PipelineTimeline, stages: Sequence[nx.DiGraph], path: PathLike
 ) -> Path:
-    """Write it to `path` and return that. stages: `plan_graph` of each. PlanError for a suffix other than .svg, .html
-    and .json, and where no file can be written."""
+    """Write it to `path` and return that. stages: `plan_graph` of each. PlanError for a suffix other than .svg and
+    .json, and where no file can be written."""
     target = checked_path(path, "path", PlanError)
     suffix = target.suffix.lower()
-    if suffix not in (".svg", ".html", ".json"):
+    if suffix not in (".svg", ".json"):
         raise PlanError(
             f"draw({str(target)!r}): plans with stages are not drawn as {target.suffix!r}\n"
             "  try: a name that ends in .svg, .html or .json (a trace for Perfetto), or plan.stages[0].draw(...)"
@@ -72,21 +68,9 @@ def draw_pipeline(
     if suffix == ".json":
         text = json.dumps(trace_json(title, timeline)) + "\n"
     else:
-        picture = _pipeline_svg(title, timeline, stages)
-        text = picture if suffix == ".svg" else _html_page(title, picture)
+        text = _pipeline_svg(title, timeline, stages)
     write_text(target, text, "picture", PlanError)
     return target
-
-
-def html_text(graph: nx.DiGraph) -> str:
-    """The graph of a plan (see `plan_graph`)."""
-    return _html_page(str(graph.graph.get("mesh") or "plan"), svg_text(graph))
-
-
-def _html_page(title: str, picture: str) -> str:
-    """A picture in SVG on a page. Self-contained: style and script are inside, nothing is loaded."""
-    page = files("autoshard.drawing").joinpath("viewer.html").read_text(encoding="utf-8")
-    return page.replace("<!-- title -->", escape(title)).replace("<!-- picture -->", picture)
 
 
 def _json_text(graph: nx.DiGraph) -> str:
@@ -109,12 +93,10 @@ def _pipeline_svg(title: str, timeline: PipelineTimeline, stages: Sequence[nx.Di
         assert head is not None
         body = picture[head.end() :].strip().removesuffix("</svg>")
         body = re.sub(r"<style>.*?</style>", "", body, count=1, flags=re.DOTALL)
-        # Boxes of all stages are found by one number.
-        body = _NUMBERED.sub(lambda found, stage=number: f'data-{found[1]}="{stage}.', body)
         parts.append(f'<text class="head" x="28" y="{top:.0f}">stage {number}</text>')
         parts.append(f'<g transform="translate(0 {top + 10:.0f})">{_framed(body, head[1], head[2])}</g>')
         width, top = max(width, float(head[1])), top + float(head[2]) + _BETWEEN_STAGES
-    return svg_page(width, top, parts, style=_TIMELINES, opening=(0.0, timeline_width()))
+    return svg_page(width, top, parts, style=_TIMELINES)
 
 
 def _framed(body: str, width: str, height: str) -> str:
@@ -201,5 +183,5 @@ def _quoted(text: str) -> str:
 
 
 _TEXTS: Mapping[str, Callable[[nx.DiGraph], str]] = MappingProxyType(
-    {".svg": svg_text, ".html": html_text, ".dot": dot_text, ".json": _json_text, ".graphml": _graphml_text}
+    {".svg": svg_text, ".dot": dot_text, ".json": _json_text, ".graphml": _graphml_text}
 )

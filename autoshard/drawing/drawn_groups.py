@@ -20,7 +20,7 @@ def fold_repeats(graph: nx.DiGraph) -> nx.DiGraph:
     same ops in the same order with the same layouts and the same collectives. The nodes of the
     layer that is kept get `repeat`, the length of the run, and a module that names the whole run.
     Values passed from one layer of a run to another are not drawn. A run whose folding would make
-    the graph cyclic is left as it is.
+    the graph cyclic is left as it is. `twins` of a node are all that it stands for, layer by layer.
     """
     for depth in range(1 + max((len(_path(graph, node)) for node in graph), default=0)):
         for run in _runs(graph, depth):
@@ -77,6 +77,9 @@ def _fold(graph: nx.DiGraph, run: list[list[str]], depth: int) -> nx.DiGraph:
     kept = {twin: first for layer in run for first, twin in zip(run[0], layer, strict=True)}
     layer_of = {node: index for index, layer in enumerate(run) for node in layer}
     names = [_path(graph, layer[0])[depth] for layer in (run[0], run[-1])]
+    twins: dict[str, list[str]] = {first: [] for first in run[0]}
+    for twin, first in kept.items():
+        twins[first] += graph.nodes[twin].get("twins", [twin])
     folded = nx.DiGraph(**graph.graph)
     for node, data in graph.nodes(data=True):
         if node not in kept:
@@ -85,7 +88,8 @@ def _fold(graph: nx.DiGraph, run: list[list[str]], depth: int) -> nx.DiGraph:
             path = _path(graph, node)
             path[depth] = "-".join(names)
             repeat = len(run) * data.get("repeat", 1)
-            folded.add_node(node, **{**data, "module": ".".join(path), "repeat": repeat})
+            more = {"module": ".".join(path), "repeat": repeat, "twins": twins[node]}
+            folded.add_node(node, **{**data, **more})
     for source, reader, data in graph.edges(data=True):
         inside = source in layer_of and reader in layer_of
         if inside and layer_of[source] != layer_of[reader]:

@@ -93,7 +93,6 @@ class DrawnEdge:
 class Scene:
     """mesh: title. op_seconds, totals: of the whole graph, folded layers included.
     phases: (name, left, right) of each phase that has boxes.
-    opening: (left, width) of what is seen at first: the first box and the margin around it.
     header: the height above the boxes. memory: the curve in it, if there is one."""
 
     mesh: str
@@ -104,7 +103,6 @@ class Scene:
     phases: tuple[tuple[str, float, float], ...]
     width: float
     height: float
-    opening: tuple[float, float]
     header: float = HEADER
     memory: MemoryCurve | None = None
 
@@ -148,17 +146,9 @@ def make_scene(graph: nx.DiGraph) -> Scene:
         phases=tuple(phases),
         width=width,
         height=bottom + MARGIN,
-        opening=_opening(placed),
         header=header,
         memory=memory,
     )
-
-
-def _opening(placed: dict[int, PlacedBox]) -> tuple[float, float]:
-    if not placed:
-        return 0.0, 760.0
-    first = min(placed.values(), key=lambda box: (box.top, box.left))
-    return first.left - MARGIN, first.box.width + 2 * MARGIN
 
 
 def _row_tops(boxes: list[Box], rows: list[int], header: float) -> tuple[list[float], float]:

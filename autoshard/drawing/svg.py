@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 import networkx as nx
 
@@ -37,18 +37,8 @@ text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; 
 WHITE = '<rect width="100%" height="100%" fill="#ffffff"/>'
 
 
-def svg_page(
-    width: float,
-    height: float,
-    parts: Iterable[str],
-    *,
-    style: str = "",
-    opening: tuple[float, float] | None = None,
-) -> str:
-    """opening: (left, width) of what is seen at first."""
+def svg_page(width: float, height: float, parts: Iterable[str], *, style: str = "") -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    if opening is not None:
-        size += f' data-left="{opening[0]:.0f}" data-span="{opening[1]:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     return "\n".join([head, f"<style>{STYLE}{style}</style>", *parts, "</svg>"]) + "\n"
 
@@ -67,7 +57,7 @@ def svg_text(graph: nx.DiGraph) -> str:
         *_header(scene),
         *(part for box in scene.boxes.values() for part in _box(box)),
     ]
-    return svg_page(scene.width, scene.height, parts, opening=scene.opening)
+    return svg_page(scene.width, scene.height, parts)
 
 
 def _arrow_heads(scene: Scene) -> Iterator[str]:
@@ -115,8 +105,7 @@ def _legend(scene: Scene) -> Iterator[str]:
 
 def _box(placed: PlacedBox) -> Iterator[str]:
     box = placed.box
-    group, name = box.group, quoteattr(box.lines[0].left)
-    yield f'<g class="box {group.phase}" data-index="{group.index}" data-name={name}>'
+    yield f'<g class="box {box.group.phase}">'
     yield f"<title>{escape(box.tooltip)}</title>"
     frame = f'x="{placed.left:.1f}" y="{placed.top:.1f}" width="{box.width:.1f}" height="{box.height:.1f}"'
     yield f'<rect class="frame" {frame} rx="5"/>'
@@ -154,14 +143,13 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
 
 
 def _edge(edge: DrawnEdge) -> str:
-    ends = f'data-from="{edge.source}" data-to="{edge.target}"'
     tint = colour(edge.collective) if edge.collective else "#9aa3b2"
     paint = f'style="stroke:{tint};stroke-width:2.2;opacity:1"' if edge.collective else ""
     if edge.saved:
         (x0, y0), (x1, y1) = edge.points[0], edge.points[-1]
         bend = max(40.0, (x1 - x0) / 2)
         path = f"M{x0:.1f} {y0:.1f} C{x0 + bend:.1f} {y0:.1f} {x1 - bend:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
-        return f'<path class="saved" {ends} {paint} d="{path}"/>'
+        return f'<path class="saved" {paint} d="{path}"/>'
     path = f"M{edge.points[0][0]:.1f} {edge.points[0][1]:.1f}"
     for (x0, y0), (x1, y1) in zip(edge.points, edge.points[1:], strict=False):
         if x0 == x1:
@@ -169,4 +157,4 @@ def _edge(edge: DrawnEdge) -> str:
         else:
             middle = (y0 + y1) / 2
             path += f" C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} {x1:.1f} {y1:.1f}"
-    return f'<path class="edge" {ends} {paint} marker-end="url(#arrow-{tint[1:]})" d="{path}"/>'
+    return f'<path class="edge" {paint} marker-end="url(#arrow-{tint[1:]})" d="{path}"/>'

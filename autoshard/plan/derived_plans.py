@@ -224,6 +224,7 @@ def _longer(plan: Plan, factor: float, pace: float) -> Plan:
         cost=factor * plan.cost,
         lower_bound=factor * plan.lower_bound,
         step_time=factor * plan.step_time,
+        ran=tuple(part.scaled(factor) for part in plan.ran),
         records=_records(plan.records, factor),
         other_sizes=tuple(_records(records, factor) for records in plan.other_sizes),
         again=None if plan.again is None else plan.again.paced(pace),

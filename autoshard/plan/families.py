@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from autoshard.plan.plan_content import PlanContent
+from cost_model.deadline import Deadline
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.routing import Routing
+from passes.search.alternatives import Alternative
 
 Role = Literal["whole", "stored", "used"]
 """Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
@@ -194,8 +196,8 @@ class Again:
 
     profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
     prices, lowered as those have it. paced: the same, of a step that takes so many times as long as modelled.
-    carried: what a plan is at other sizes; None where the call has none, as that of a stage. shapes: of its tensors.
-    ranges: of sizes that the user asked for.
+    alternatives: what else the search had for ops of a plan, by their names. carried: what a plan is at other sizes;
+    None where the call has none, as that of a stage. shapes: of its tensors. ranges: of sizes that the user asked for.
 
     It holds the model's graph, so it stays in its process: pickled it is None, as in a plan's file.
     """
@@ -204,6 +206,7 @@ class Again:
     search: Callable[[Variant], PlanContent]
     step_seconds: Callable[[PlanContent, Variant], float]
     paced: Callable[[float], Again]
+    alternatives: Callable[[PlanContent, Iterable[str], Deadline], Mapping[str, Sequence[Alternative]]]
     carried: Carried | None
     shapes: tuple[tuple[int, ...], ...]
     ranges: Ranges

@@ -19,9 +19,10 @@ from passes.layout.layout import Assignment
 from passes.plan.decide import decide
 from passes.plan.planned_graph import Collective, PlannedGraph
 from passes.predict.predict_step import StepInOrders, predicted_step
-from passes.predict.prediction import KINDS, MemoryStep, MemoryWalk, Prediction
+from passes.predict.prediction import KINDS, MemoryStep, MemoryWalk, Prediction, TimelinePart
 from passes.redistribution.redistribute import Redistributor
 from passes.search.corrected_rows import Held
+from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import timed_traffic_model, traffic_model
 
@@ -51,6 +52,11 @@ class Judged:
     def memory(self) -> MemoryWalk | None:
         """What is alive when, on the fullest rank."""
         return None if self.step is None else self.step.memory
+
+    @property
+    def timeline(self) -> tuple[TimelinePart, ...]:
+        """What runs when, on the slowest rank."""
+        return () if self.step is None else self.step.timeline
 
     @property
     def held(self) -> Held:
@@ -187,6 +193,13 @@ def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:
     if not spared or any(one.name in _PEERS for one in plan.collectives):
         return joined
     return joined.avoiding(MESSAGES)
+
+
+def program_as_in(
+    plan: PlanContent, joint: JointGraph, prices: Prices
+) -> tuple[JointGraph, Assignment, Prices]:
+    """Of `judged`, what makes the program that `plan` is: with what it computes again and how it moves."""
+    return compute_again(joint, plan.planned.again), plan.planned.layouts, prices_as_in(plan, prices)
 
 
 def over_link(

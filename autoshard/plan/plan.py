@@ -53,6 +53,8 @@ class Plan(PlanQuestions):
     parameter_layouts: parameter name -> layout (tied names included).
     inputs, outputs: layout per tensor input and output of a call, by position.
     fallbacks:   ops without a rule, which run replicated.
+    ran:         what of that program runs when, kernels and collectives, and what of these is exposed. () where
+                 memory is None.
     micro_batches: pieces in which a batch is run, one after the other. `records` are of the step with the first;
                  other_sizes: those of the first piece of every other size.
     head_pieces: parts over tokens into which head and loss are written, where what is large there did not fit.
@@ -146,10 +148,11 @@ class Plan(PlanQuestions):
         return plan_graph(self.planned, self.mesh, self.memory)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
+        """Draw the plan; the suffix chooses: .html, the report (docs/how-to/report.md), or .svg .dot .json .graphml."""
         from autoshard.drawing.draw import draw
+        from autoshard.drawing.page import is_page, write_page
 
-        return draw(self.to_networkx(), path)
+        return write_page(path, ("plan", self)) if is_page(path) else draw(self.to_networkx(), path)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write a module of stock PyTorch, `make_mesh(device)` and `parallelize(model, mesh)`: `fully_shard`, DDP,
@@ -259,10 +262,14 @@ class PipelinePlan(Plan):
         return stage_graphs(cut_for_stages(joint, self.micro_batches), self.cut)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw all stages and pieces on one timeline, bubbles marked, and below it each stage's graph.
+        """Draw all stages and pieces on one timeline, bubbles marked, and each stage's graph.
 
-        The suffix chooses: .svg, .html, or .json, a trace that Perfetto opens. PlanError for another."""
+        The suffix chooses: .html, the report (docs/how-to/report.md), .svg, or .json, a trace that Perfetto opens.
+        PlanError for another."""
         from autoshard.drawing.draw import draw_pipeline
+        from autoshard.drawing.page import is_page, write_page
 
+        if is_page(path):
+            return write_page(path, ("plan", self))
         graphs = [stage.to_networkx() for stage in self.stages]
         return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)

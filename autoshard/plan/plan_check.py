@@ -32,6 +32,7 @@ def plan_problems(plan: PlanContent) -> Iterator[str]:
     yield from turn_problems(plan.records)
     yield from _ends(plan)
     yield from _memory(plan)
+    yield from _timeline(plan)
     for records in plan.other_sizes:
         for problem in plan_problems(replace(plan, records=records, other_sizes=())):
             yield f"micro-batches of another size: {problem}"
@@ -172,6 +173,15 @@ def _memory(plan: PlanContent) -> Iterator[str]:
         named = sum(row.nbytes for row in memory.at_peak if row.kind == kind)
         if named != nbytes:
             yield f"what is alive at its peak has {named} bytes of kind {kind}, and the peak {nbytes}"
+
+
+def _timeline(plan: PlanContent) -> Iterator[str]:
+    for part in plan.ran:
+        spans = [(one.start, one.end) for one in (*part.kernels, *part.moved)]
+        if any(not start <= end <= part.seconds * (1.0 + 1e-6) for start, end in spans):
+            yield "what its timeline says ends before it begins, or beyond its part"
+        if part.times not in (1, plan.micro_batches):
+            yield f"a part of its timeline runs {part.times} times, and a batch in {plan.micro_batches} pieces"
 
 
 def pipeline_problems(

@@ -23,6 +23,7 @@ from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 from passes.plan.planned_graph import Collective, NodeRecord, PlannedGraph
 from passes.predict.predict_step import StageFigures
+from passes.predict.prediction import TimelinePart
 from passes.search.search_space import ALIKE
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline
@@ -132,6 +133,7 @@ class PlanContent:
     rehearsed: Rehearsed | None = None
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)
+    ran: tuple[TimelinePart, ...] = field(default=(), compare=False)
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     head_pieces: Annotated[int, Meta(ge=1, le=1_000)] = 1
     most_gain: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None

@@ -183,6 +183,7 @@ def program_fields(
         "outputs": output_layouts(joint, assignment),
         "other_sizes": _other_sizes(joint, assignment, prices, boundary, time_limit),
         "memory": None if memory is None else MemoryTimeline.of(memory),
+        "ran": judged.timeline,
     }
 
 

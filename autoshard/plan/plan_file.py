@@ -99,6 +99,7 @@ PLAN_FILE = PlanFile(
         "parameter_layouts": "parameters",
         "moved_nbytes": "moved_bytes",
         "records": "nodes",
+        "ran": "timeline",
     },
     {one.name for one in _WHOLE if one.default is not MISSING} - {"records"},
 )

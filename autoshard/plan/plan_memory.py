@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -68,7 +68,9 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 OUTLINE = 40
-"""Points of a curve that a plan's file holds."""
+"""Points of a curve that a plan's file holds, with twice as many values."""
+_VALUES = 1000
+"""That a timeline holds."""
 _SHOWN, _NAMED = 20, 3
 """Values of a timeline that are printed; and of a kind in its line."""
 _COLUMNS, _BARS = 64, "▁▂▃▄▅▆▇█"
@@ -94,12 +96,26 @@ class AtPeak(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return f"{' '.join(filter(None, (self.name, self.op)))}{times}"
 
 
+class Lived(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`AtPeak`, of tensors that are alive from step `first` to step `last`, both included."""
+
+    kind: Kind
+    name: Text
+    op: Text
+    value: Text
+    count: _Many
+    nbytes: Count
+    first: Count
+    last: Count
+
+
 class MemoryTimeline(Struct, frozen=True, forbid_unknown_fields=True):
     """What the fullest rank's program holds, step by step.
 
     steps: every step of forward and backward, in order, with its bytes by kind; of a plan that was read from a file
     those at which the curve turns, `OUTLINE` at most, the peak among them. count: of all steps. at_peak: what is alive
-    at the first step with the most bytes, the largest first; together these are its bytes.
+    at the first step with the most bytes, the largest first; together these are its bytes. values: the largest of all
+    that ever lives; of a plan that was read from a file 80 at most.
 
     Of a plan with stages a step is an action of the fullest rank, and its phase the action's kind
     (`autoshard.plan.stage_schedule.pipeline_memory`).
@@ -108,11 +124,12 @@ class MemoryTimeline(Struct, frozen=True, forbid_unknown_fields=True):
     count: _Many
     steps: Annotated[tuple[MemoryStep, ...], Meta(min_length=1)]
     at_peak: tuple[AtPeak, ...]
+    values: tuple[Lived, ...] = ()
 
     @staticmethod
     def of(walk: MemoryWalk) -> MemoryTimeline:
         steps = tuple(walk.step(place) for place in range(len(walk.steps)))
-        return MemoryTimeline(len(steps), steps, at_peak_of(walk.alive(walk.peak.place)))
+        return MemoryTimeline(len(steps), steps, at_peak_of(walk.alive(walk.peak.place)), _lived(walk.values))
 
     @property
     def peak(self) -> MemoryStep:
@@ -124,16 +141,19 @@ class MemoryTimeline(Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes at the peak."""
         return dict(zip(KINDS, self.peak.by_kind, strict=True))
 
-    def outline(self) -> MemoryTimeline:
-        """With `OUTLINE` steps at most: the ends of the phases, the peak, and where the curve is furthest from straight
-        lines."""
-        if len(self.steps) <= OUTLINE:
-            return self
+    def outline(self, most: int = OUTLINE) -> MemoryTimeline:
+        """With so many steps at most: the ends of the phases, the peak, and where the curve is furthest from straight
+        lines; and with twice as many of the largest values."""
+        values = self.values[: 2 * most]
+        if len(self.steps) <= most:
+            return self if values == self.values else replace(self, values=values)
         curve = [step.nbytes for step in self.steps]
         ends = [i for i, (one, two) in enumerate(itertools.pairwise(self.steps)) if one.phase != two.phase]
         last = len(curve) - 1
-        kept = _turning_points(curve, {0, self.steps.index(self.peak), *ends, *(i + 1 for i in ends), last})
-        return replace(self, steps=tuple(self.steps[place] for place in kept))
+        kept = _turning_points(
+            curve, {0, self.steps.index(self.peak), *ends, *(i + 1 for i in ends), last}, most
+        )
+        return replace(self, steps=tuple(self.steps[place] for place in kept), values=values)
 
     def __str__(self) -> str:
         peak = self.peak
@@ -174,13 +194,25 @@ def kind_lines(memory: MemoryTimeline, named: int = _NAMED) -> Iterator[str]:
 
 def at_peak_of(values: Sequence[LiveValue]) -> tuple[AtPeak, ...]:
     """Values that are alike as one, those of equal layers too; the largest first."""
-    one = lambda value: AtPeak(value.kind, "", value.op, _value(value), 1, value.nbytes)
+    return in_order(AtPeak(*row) for row in _alike(values, lambda _: ()))
+
+
+def _lived(values: Sequence[LiveValue]) -> tuple[Lived, ...]:
+    """Alike are those that live as long."""
+    rows = (Lived(*row) for row in _alike(values, lambda value: (value.first, value.last)))
+    largest = sorted(filter(lambda row: row.nbytes, rows), key=lambda row: (-row.nbytes, row.first))
+    return tuple(largest[:_VALUES])
+
+
+def _alike(
+    values: Sequence[LiveValue], more: Callable[[LiveValue], tuple[int, ...]]
+) -> Iterator[tuple[Any, ...]]:
+    """Fields of `AtPeak`, and `more`, of what is alike."""
+    one = lambda value: (value.kind, value.op, _value(value), value.nbytes, *more(value))
     alike = Counter((value.name, one(value)) for value in values)
-    rows = [(name, (each, times)) for (name, each), times in alike.items()]
-    return in_order(
-        replace(each, name=name, count=layers * times, nbytes=layers * times * each.nbytes)
-        for name, (each, times), layers in fold_numbers(rows)
-    )
+    rows = fold_numbers([(name, (each, times)) for (name, each), times in alike.items()])
+    for name, ((kind, op, value, nbytes, *others), times), layers in rows:
+        yield kind, name, op, value, layers * times, layers * times * nbytes, *others
 
 
 def in_order(rows: Iterable[AtPeak]) -> tuple[AtPeak, ...]:
@@ -192,8 +224,8 @@ def _value(value: LiveValue) -> str:
     return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
 
 
-def _turning_points(curve: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Places of `OUTLINE` points, ascending: `ends`, and of those between two the one furthest from their line."""
+def _turning_points(curve: Sequence[int], ends: Collection[int], most: int) -> list[int]:
+    """Places of `most` points, ascending: `ends`, and of those between two the one furthest from their line."""
     kept = sorted(ends)
     waiting: list[tuple[float, int, int, int]] = []
 
@@ -206,7 +238,7 @@ def _turning_points(curve: Sequence[int], ends: Collection[int]) -> list[int]:
 
     for first, last in itertools.pairwise(kept):
         wait(first, last)
-    while waiting and len(kept) < OUTLINE:
+    while waiting and len(kept) < most:
         _, place, first, last = heapq.heappop(waiting)
         kept.append(place)
         wait(first, place)

@@ -24,16 +24,16 @@ _WINDOWED = ("aten.convolution", "neighborhood_attention")
 
 def plan_summary(plan: PlanContent) -> str:
     """Mesh, step, memory, gap, and what each axis of the mesh does, in lines of one subject."""
-    return "\n".join(f"{subject:11} {words}" for subject, words in _lines(plan)) + "\n"
+    return "\n".join(f"{subject:11} {words}" for subject, words in summary_lines(plan)) + "\n"
 
 
-def _lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
+def summary_lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
     records = [record for stage in plan.stages for record in stage.records]
     weights = sum(math.prod(one.results[0].shape) for one in records if one.op == "param")
     nominal = ", nominal: measured on no machine" if plan.origin.nominal else ""
     yield "plan", f"{_count(weights)} parameters on {plan.mesh} of {plan.mesh.device_type}"
     yield "prices", f"profile {plan.origin.profile}{nominal}"
-    yield "step", _step(plan, records)
+    yield "step", _step(plan)
     limit = "" if plan.memory_limit is None else f" of {format_bytes(plan.memory_limit)}"
     yield "memory", f"{format_bytes(plan.peak_memory)}{limit} on the fullest device, predicted"
     yield "proof", _proof(plan)
@@ -56,14 +56,19 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _step(plan: PlanContent, records: Sequence[NodeRecord]) -> str:
+def step_parts(plan: PlanContent) -> tuple[float, float, float]:
+    """Seconds of computation, of communication, and of those that are not hidden, of a plan without stages."""
+    computed = min(plan.step_time, sum(record.seconds for record in plan.records))
+    moved = sum(collective.seconds for collective in plan.collectives)
+    return computed, moved, min(moved, plan.step_time - computed)
+
+
+def _step(plan: PlanContent) -> str:
     """What waits: of a plan without stages, what its kernels do not take."""
     words = f"{format_seconds(plan.step_time)} predicted"
     if plan.axis:
         return words
-    computed = min(plan.step_time, sum(record.seconds for record in records))
-    moved = sum(collective.seconds for collective in plan.collectives)
-    exposed = min(moved, plan.step_time - computed)
+    computed, moved, exposed = step_parts(plan)
     return (
         f"{words}: {format_seconds(computed)} of computation, {format_seconds(moved)} of communication, of which "
         f"{format_seconds(exposed)} ({exposed / plan.step_time:.0%} of the step) is not hidden"

@@ -23,8 +23,8 @@ from autoshard.plan.judged import (
     messages_nbytes,
     over_link,
     plan_reserve,
-    prices_as_in,
     prices_of,
+    program_as_in,
 )
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
@@ -52,6 +52,7 @@ from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import fallback_ops
 from passes.plan.planned_graph import Collective
 from passes.predict.prediction import MemoryWalk
+from passes.search.alternatives import alternatives
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates
@@ -127,7 +128,9 @@ class Task:
         paced = lambda pace: replace(self, pace=pace).again()
         search = lambda variant: search_plan(replace(self.varied(variant), watch=None))
         sizes = (None, (), {}) if (s := self.sizes) is None else (partial(s.plan, self), s.shapes, s.ranges)
-        return Again(self.profile, search, step_seconds, paced, *sizes)
+        program = lambda plan: program_as_in(plan, self.joint, self.prices)
+        others = lambda plan, names, until: alternatives(*program(plan), self.boundary, names, until)
+        return Again(self.profile, search, step_seconds, paced, others, *sizes)
 
     def varied(self, variant: Variant) -> Task:
         """Raises as `resolve_pins`, `variant_narrowing`, and `Sizes.task`."""
@@ -144,9 +147,8 @@ class Task:
         )
 
     def step_seconds(self, plan: PlanContent) -> float:
-        """Of the program that `plan` is, under these prices: with what it computes again and how it moves."""
-        joint = compute_again(self.joint, plan.planned.again)
-        return judged(joint, plan.planned.layouts, prices_as_in(plan, self.prices)).seconds
+        """Of the program that `plan` is, under these prices."""
+        return judged(*program_as_in(plan, self.joint, self.prices)).seconds
 
     def program_fields(self, joint: JointGraph, judged: Judged) -> dict[str, Any]:
         """Of a plan of the task. joint: with what runs again. What a stage sends of a smaller piece is laid out as of

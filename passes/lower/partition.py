@@ -290,6 +290,6 @@ def node_is_tuple(node: fx.Node) -> bool:
 
 def _meta(node: fx.Node) -> dict[str, Any]:
     keys = ("phase", "module", "source", "again", "runs")
-    found = {key: node.meta[key] for key in keys if key in node.meta}
+    found = {key: node.meta[key] for key in keys if key in node.meta} | {"of": node.name}
     rows = node.meta.get("rows")
     return found if rows is None else found | {"experts": rows.experts, "routing": rows.routing}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from msgspec import structs
 from torch import fx
 
 from cost_model.mesh import MeshSpec
@@ -18,11 +19,14 @@ from passes.lower.rank_program import RankProgram
 from passes.predict.memory_walk import held_values, live_value, memory_walk, placeholders_of, program_values
 from passes.predict.prediction import (
     START,
+    Kernel,
     LiveValue,
     MemoryWalk,
+    Moved,
     PredictedCollective,
     PredictedPhase,
     Prediction,
+    TimelinePart,
 )
 from passes.predict.step_events import Axes, AxesOf, StepEvents
 from passes.predict.workspaces import workspaces_of
@@ -58,12 +62,18 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
             timeline.start[issued.event],
             timeline.exposed[issued.event] + late.get(issued.event, 0.0),
             timeline.end[issued.event],
+            turn=issued.turn,
         )
         for issued in step.collectives
     )
     workspaces = workspaces_of(prices, axes_of)
     memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces, step.flows)
-    return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
+    kernels = (
+        Kernel(phase, timeline.events[i].name, of, timeline.start[i], timeline.end[i])  # type: ignore[arg-type]
+        for i, phase, of in step.kernels
+    )
+    part = TimelinePart(1, timeline.seconds, tuple(kernels), tuple(map(Moved.of, collectives)))
+    return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory, (part,))
 
 
 def _phases(step: StepEvents, timeline: Timeline) -> Iterable[PredictedPhase]:
@@ -137,6 +147,15 @@ def predict_pieces(
     before, middle, after = (predict_phases(phases, prices, axes_of) for phases in programs)
     trained = trained_by(program)
     first, *others = (phase for phase in middle.phases if phase.name != "optimizer")
+    piece_seconds = sum(phase.seconds for phase in (first, *others))
+    parts_of_step = [
+        *before.timeline,
+        *(
+            structs.replace(part.without("optimizer"), times=count, seconds=piece_seconds)
+            for part in middle.timeline
+        ),
+        *(part.in_phase("backward") for part in after.timeline),
+    ]
     phases = [
         _sum("forward", (before.phases[0], 1), (first, count)),
         _sum("backward", *((phase, count) for phase in others), (after.phases[0], 1)),
@@ -144,18 +163,19 @@ def predict_pieces(
     if trained:
         update = update_seconds(trained, prices)
         phases.append(PredictedPhase("optimizer", update, update, 0.0, 0.0))
+        kernel = Kernel("optimizer", "optimizer", "", 0.0, update)
+        parts_of_step.append(TimelinePart(1, update, (kernel,), ()))
     moved = (
         *before.collectives,
         *_later(middle.collectives, before.seconds, None, times=count),
-        *_later(
-            after.collectives, before.seconds + count * sum(p.seconds for p in (first, *others)), "backward"
-        ),
+        *_later(after.collectives, before.seconds + count * piece_seconds, "backward"),
     )
     return Prediction(
         sum(phase.seconds for phase in phases),
         tuple(phases),
         moved,
         _walk(program, parts, piece, prices, axes_of),
+        tuple(parts_of_step),
     )
 
 

@@ -9,11 +9,13 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import fx
 
-from cost_model.errors import Count, Text
+from cost_model.errors import Count, Seconds, Text, Word
 from passes.ir.op_traits import is_collective, is_view, op_name
+from passes.plan.planned_graph import Turn
 from passes.predict.step_events import COLLECTIVE_KINDS, Axes
 from passes.states.compute_again import runs_again
 
@@ -47,6 +49,8 @@ def made_by(node: fx.Node) -> tuple[str, str]:
     op = (is_collective(node) and COLLECTIVE_KINDS.get(node.target)) or op_name(node).rpartition(".")[0]
     return name, op.removeprefix("aten.").removeprefix("autoshard.")
 
+
+Phase = Literal["forward", "backward", "optimizer"]
 
 START = ("forward", "start")
 """The step before the first op."""
@@ -132,7 +136,7 @@ class PredictedCollective:
     """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
     `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
     by how much the step is longer for it. times: how often it runs, once for each piece of a batch; all else is of the
-    first time."""
+    first time. turn: as it is issued."""
 
     phase: str
     node: str
@@ -145,6 +149,61 @@ class PredictedCollective:
     exposed: float
     end: float
     times: int = 1
+    turn: Turn | None = None
+
+
+class Kernel(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """node: in the phase's graph; of: in the planned graph, "" of none. start, end: seconds into its part."""
+
+    phase: Phase
+    node: Text
+    of: Text
+    start: Seconds
+    end: Seconds
+
+
+class Moved(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A collective, as `PredictedCollective`; start, end: seconds into its part."""
+
+    phase: Phase
+    serves: Text
+    kind: Word
+    axes: tuple[Word, ...]
+    nbytes: Count
+    start: Seconds
+    end: Seconds
+    exposed: Seconds
+    turn: Turn | None
+
+    @staticmethod
+    def of(one: PredictedCollective) -> Moved:
+        what = one.phase, one.serves, one.kind, one.axes, one.nbytes
+        return Moved(*what, one.start, one.end, one.exposed, one.turn)  # type: ignore[arg-type]
+
+
+class TimelinePart(Struct, frozen=True, forbid_unknown_fields=True):
+    """What runs so many times, one after the other, each `seconds` long: a step, or of one in pieces what is before
+    them, a piece, what is after them, and the update."""
+
+    times: Annotated[int, Meta(ge=1, le=1_000_000)]
+    seconds: Seconds
+    kernels: tuple[Kernel, ...]
+    moved: tuple[Moved, ...]
+
+    def without(self, phase: str) -> TimelinePart:
+        return replace(self, kernels=tuple(kernel for kernel in self.kernels if kernel.phase != phase))
+
+    def in_phase(self, phase: Phase) -> TimelinePart:
+        """All of it said to be of that phase."""
+        of = lambda ones: tuple(replace(one, phase=phase) for one in ones)
+        return replace(self, kernels=of(self.kernels), moved=of(self.moved))
+
+    def scaled(self, factor: float) -> TimelinePart:
+        """All of it so many times as long."""
+        longer = lambda one, *names: replace(one, **{name: factor * getattr(one, name) for name in names})
+        kernels = tuple(longer(kernel, "start", "end") for kernel in self.kernels)
+        moved = tuple(longer(one, "start", "end", "exposed") for one in self.moved)
+        return TimelinePart(self.times, factor * self.seconds, kernels, moved)
 
 
 @dataclass(frozen=True)
@@ -162,12 +221,13 @@ class PredictedPhase:
 @dataclass(frozen=True)
 class Prediction:
     """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. memory: what is
-    alive when (`passes.predict.memory_walk`), of `predicted_step` on the fullest rank."""
+    alive when (`passes.predict.memory_walk`), of `predicted_step` on the fullest rank. timeline: what runs when."""
 
     seconds: float
     phases: tuple[PredictedPhase, ...]
     collectives: tuple[PredictedCollective, ...]
     memory: MemoryWalk | None = None
+    timeline: tuple[TimelinePart, ...] = ()
 
     @property
     def peak(self) -> MemoryStep:

@@ -14,6 +14,7 @@ from passes.compile.bind_device import written_into
 from passes.compile.fuse_eager import reduced_in_place
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_collective, is_view, storage_root
+from passes.plan.planned_graph import Turn
 from passes.strategies.prices import Prices, local_seconds
 from passes.strategies.traffic import OpTraffic, TrafficModel, eager_traffic
 
@@ -35,7 +36,7 @@ COLLECTIVE_KINDS: Mapping[Any, str] = {
 @dataclass(frozen=True)
 class Issued:
     """A collective of the step. event: its position among the events; node: its name in the phase's
-    graph; serves: the parameter or module it is for; nbytes: as `cost_model.collectives` counts."""
+    graph; serves: the parameter or module it is for; nbytes: as `cost_model.collectives` counts. turn: its own."""
 
     event: int
     phase: str
@@ -44,6 +45,7 @@ class Issued:
     kind: str
     axes: Axes
     nbytes: int
+    turn: Turn | None = None
 
 
 @dataclass
@@ -67,6 +69,8 @@ class StepEvents:
     """(phase, number of events when it was complete)."""
     late: dict[int, int] = field(default_factory=dict)
     """Position of a collective -> of the wait for it, if that stands for late ranks: a computing event of as long."""
+    kernels: list[tuple[int, str, str]] = field(default_factory=list)
+    """(position, phase, node of the global graph or "") of what takes time."""
     flows: dict[fx.Node, OpTraffic] = field(default_factory=dict)
     """Of the ops priced."""
     _last_kernel: tuple[int, ...] = ()
@@ -97,11 +101,13 @@ class StepEvents:
                 seconds *= copied_share(node, self.prices.traffic)
                 if seconds > 0.0:
                     self._computed += seconds
+                    self.kernels.append((len(self.events), phase, node.meta.get("of", "")))
                     self._kernel(node.name, seconds, ())
         self.ends.append((phase, len(self.events)))
 
     def add_kernel(self, name: str, seconds: float, phase: str) -> None:
         """A phase of one kernel."""
+        self.kernels.append((len(self.events), phase, ""))
         self._kernel(name, seconds, ())
         self.ends.append((phase, len(self.events)))
 
@@ -132,7 +138,8 @@ class StepEvents:
         seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
         serves = str(node.meta.get("serves", ""))
         self._issued_at[len(self.events)] = self._computed, self.prices.mesh.size(*axes)
-        self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
+        turn = node.meta.get("turn")
+        self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes, turn))
         hidden = self.prices.hidden_share(kind, axes)
         self.events.append(Event(node.name, "comm", seconds, self._last_kernel, hidden))
         return len(self.events) - 1

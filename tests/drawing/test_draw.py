@@ -25,11 +25,11 @@ def texts(svg: str) -> list[str]:
     return ["".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".html", ".dot", ".json", ".graphml", ".SVG"])
+@pytest.mark.parametrize("suffix", [".svg", ".dot", ".json", ".graphml", ".SVG"])
 def test_the_suffix_chooses_the_format(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plan{suffix}"
     assert draw(mlp(), path) == path
-    start = {".svg": "<svg", ".html": "<!doctype html>", ".dot": "digraph", ".json": "{", ".graphml": "<?xml"}
+    start = {".svg": "<svg", ".dot": "digraph", ".json": "{", ".graphml": "<?xml"}
     assert path.read_text().lower().startswith(start[suffix.lower()])
 
 
@@ -40,7 +40,7 @@ def test_an_unknown_suffix_is_refused_with_those_that_work(tmp_path: Path, name:
         draw(mlp(), path)
     assert str(caught.value) == (
         f"draw({str(path)!r}): no format has the suffix {suffix}\n"
-        "  try: a name that ends in one of .svg .html .dot .json .graphml"
+        "  try: a name that ends in one of .html .svg .dot .json .graphml"
     )
     assert not path.exists()
 
@@ -159,10 +159,3 @@ def test_dot_has_every_node_and_edge_and_balances(tmp_path: Path) -> None:
     assert text.count(" -> ") == graph.number_of_edges()
     assert text.count("{") == text.count("}")
     assert 'label="layers.0.attn.wq"' in text
-
-
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
-    page = draw(mlp(), tmp_path / "plan.html").read_text()
-    assert "<title>mesh (tp=3)</title>" in page
-    assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
-    assert "<!-- picture -->" not in page and 'class="box forward"' in page

@@ -38,8 +38,7 @@ def test_a_picture_of_a_plan_has_its_curve(tmp_path: Path) -> None:
     assert curve.backward == 3
     # 2048 of 6144 bytes are kept, and 1536 each are inputs and the optimizer's.
     assert curve.text == "peak 6.144KB: kept 33%, optimizer 25%, inputs 25%, parameters 12%, gradients 4%"
-    for suffix in (".svg", ".html"):
-        assert curve.text in plan.draw(tmp_path / f"plan{suffix}").read_text()
+    assert curve.text in plan.draw(tmp_path / "plan.svg").read_text()
     # What other tools read keeps it, as text and numbers.
     read = nx.read_graphml(plan.draw(tmp_path / "plan.graphml"))
     assert curve_of(read) == curve
