@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.float8 import Product
 from benchmarks.mpt import Linear
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_product
@@ -32,7 +33,7 @@ class Llama3(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: str, length: int, layers: int | None = None) -> None:
+    def __init__(self, size: str, length: int, layers: int | None = None, float8: bool = False) -> None:
         super().__init__()
         width, depth, heads, shared, hidden = LLAMAS[size]
         with torch.device("meta"):
@@ -42,6 +43,9 @@ class Llama3(nn.Module):
             self.head = Linear(width, VOCABULARY)
             self.register_buffer("cos", torch.empty(length, width // heads))
             self.register_buffer("sin", torch.empty(length, width // heads))
+        for module in self.blocks.modules():
+            if float8 and isinstance(module, Linear):
+                module.__class__ = Float8
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         table = self.tokens.to(torch.bfloat16)
@@ -51,6 +55,14 @@ class Llama3(nn.Module):
         x = self.norm(x)
         logits = self.head(x)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Float8(Linear):
+    """One scale for each tensor; the head stays in bfloat16, as in torchtitan."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Product.apply(x, self.weight, False)
+        return found
 
 
 class Block(nn.Module):

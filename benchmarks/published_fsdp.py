@@ -58,7 +58,7 @@ def beside(row: Row, layers: int, compute: ComputePrices) -> dict[str, float]:
 
 def model_of(row: Row, layers: int | None = None) -> nn.Module:
     if row.model in LLAMAS:
-        return Llama3(row.model, row.sequence, layers)
+        return Llama3(row.model, row.sequence, layers, row.float8)
     return MPT(row.model, row.sequence, layers, checkpointing=row.checkpointing == "full")
 
 
@@ -100,16 +100,17 @@ def as_fsdp_sends(row: Row, layers: int, prediction: Prediction, prices: Prices)
     """Seconds of a micro-batch by which FSDP's communication is slower than the plan's (or faster, below 0), as far as
     the overlap does not hide it.
 
-    FSDP gathers a block's parameters at once, in bfloat16, once a step if it keeps them (SHARD_GRAD_OP) and twice if
-    not, and reduces its gradients at once, in float32; what is in no block, likewise. The plan's buckets follow the
-    prices, and it reduces in bfloat16.
+    FSDP gathers a block's parameters at once, in bfloat16, or float8, once a step if it keeps them (SHARD_GRAD_OP) and
+    twice if not, and reduces its gradients at once, in float32; what is in no block, likewise, in bfloat16. The plan's
+    buckets follow the prices, and it reduces in bfloat16.
     """
     gathers = 2 if row.sharding == "FULL_SHARD" else 1
     seconds = 0.0
-    for units, count in ((layers, block_numbers(row)), (1, other_numbers(row))):
+    narrow = 1 if row.float8 else 2
+    for units, count, gathered in ((layers, block_numbers(row), narrow), (1, other_numbers(row), 2)):
         gather, reduce = (
             prices.redistributor.collective_seconds(kind, ("dp",), count * itemsize)
-            for kind, itemsize in (("all_gather", 2), ("reduce_scatter", 4))
+            for kind, itemsize in (("all_gather", gathered), ("reduce_scatter", 4))
         )
         seconds += units * (gathers * gather + reduce)
     ours = sum(c.seconds for c in prediction.collectives if c.kind in ("all_gather", "reduce_scatter"))

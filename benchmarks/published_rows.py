@@ -37,7 +37,8 @@ and around 2x faster in the backward pass"]"""
 @dataclass(frozen=True)
 class Row:
     """tokens_per_second: of one GPU. micro_batch: sequences of one GPU at once. checkpointing: one of `AGAIN`.
-    memory_gib: the peak that was published, if one was. triton: whether attention was FlashAttention in Triton."""
+    memory_gib: the peak that was published, if one was. triton: whether attention was FlashAttention in Triton. float8:
+    whether the blocks' linear layers multiplied in float8."""
 
     model: str
     sequence: int
@@ -51,6 +52,7 @@ class Row:
     compiled: bool = False
     memory_gib: float | None = None
     triton: bool = False
+    float8: bool = False
 
     @property
     def name(self) -> str:
@@ -64,7 +66,8 @@ class Row:
             f"{self.accumulation} x {self.micro_batch}" if self.accumulation > 1 else f"{self.micro_batch}"
         )
         zero = "ZeRO-3" if self.sharding == "FULL_SHARD" else "ZeRO-2"
-        return ", ".join(filter(None, (pieces, zero, again, "compiled" if self.compiled else "")))
+        said = pieces, zero, again, "compiled" if self.compiled else "", "float8" if self.float8 else ""
+        return ", ".join(filter(None, said))
 
     @property
     def tokens(self) -> int:
@@ -163,4 +166,5 @@ def _torchtitan(line: Mapping[str, str]) -> Row:
         tokens_per_second=float(line["tokens_per_second_per_gpu"]),
         compiled=line["compile"] == "yes",
         memory_gib=float(line["memory_gib"]),
+        float8=line["precision"].startswith("float8"),
     )

@@ -17,7 +17,7 @@ from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.layout import ROUTED, Layout, nested_spans
 from passes.lower.partition import RankGraph
 from passes.rules.windowed.windowed import spread
-from passes.simulate.reference import widened
+from passes.simulate.reference import changed_share, widened
 
 CANCELLED = 1e-3
 """A value below this share of what it is computed from or belongs with is rounding left by a
@@ -162,7 +162,8 @@ def result_errors(
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first node whose sharded value differs. error: largest |difference| / largest |value|."""
+    """The first node whose sharded value differs. error: largest |difference| / largest |value|; of floats of 8 bits
+    the share of numbers that differ."""
 
     node: str
     op: str
@@ -176,13 +177,19 @@ class Divergence:
 
 
 class Watcher:
-    """Collects every rank's value of every global node and notes where they differ."""
+    """Collects every rank's value of every global node and notes where they differ. shares: of nodes in floats of 8
+    bits, of how many numbers that may."""
 
     def __init__(
-        self, joint: JointGraph, plan: Plan, expected: Mapping[str, torch.Tensor], least: Mapping[str, float]
+        self,
+        joint: JointGraph,
+        plan: Plan,
+        expected: Mapping[str, torch.Tensor],
+        least: Mapping[str, float],
+        shares: Mapping[str, float],
     ) -> None:
         self._plan = plan
-        self._least = least
+        self._least, self._shares = least, shares
         self._expected = expected
         self._order = [node for node in joint.graph.nodes if node.op == "call_function"]
         self._globals: list[dict[str, list[str]]] = []
@@ -217,6 +224,10 @@ class Watcher:
             return
         ordered = [pieces[rank] for rank in range(len(pieces))]
         mesh, layout = self._plan.mesh, self._layouts[name]
+        if name in self._shares:
+            parts = (shard_of(expected, layout, mesh, rank) for rank in range(len(ordered)))
+            self._errors[name] = max(changed_share(*pair) for pair in zip(ordered, parts, strict=True))
+            return
         cancelled = CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
         floor = max(cancelled, self._least.get(name, 0.0))
         ids = None
@@ -230,7 +241,7 @@ class Watcher:
     def first(self, limit: float) -> Divergence | None:
         for node in self._order:
             error = self._errors.get(node.name, 0.0)
-            if error > limit:
+            if error > self._shares.get(node.name, limit):
                 meta = node.meta
                 return Divergence(
                     node.name, str(node.target), error, meta.get("module", ""), meta.get("source", "")

@@ -16,7 +16,7 @@ a rank whose part lies otherwise would factorize another matrix than its gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,26 @@ def pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tens
     return aten._cdist_backward.default(one + one.mT, x, x, p, other + other.mT)
 
 
+def scaled_product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`F.scaled_mm` with one scale for each matrix (recipe 0), or one of each row and column (1)."""
+    if recipe_a != recipe_b or recipe_a not in ([0], [1]) or any((*swizzle_a, *swizzle_b)):
+        return NotImplemented
+    return aten._scaled_mm.default(a, b, *scale_a, *scale_b, bias, None, out_dtype, use_fast_accum)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     **{op: _torchs_own(form) for op, form in _DRAWN.items()},
     aten._linalg_det.default: det,
@@ -199,6 +219,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     aten.diagonal_scatter.default: diagonal_scatter,
     aten._pdist_forward.default: pdist_forward,
     aten._pdist_backward.default: pdist_backward,
+    aten._scaled_mm_v2.default: scaled_product,
 }
 
 

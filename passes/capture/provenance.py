@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -168,7 +169,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """CaptureError for a parameter, buffer or argument that is not dense."""
+    """CaptureError for a parameter, buffer or argument that is not dense, or that stands for other tensors."""
     if not is_dense(tensor):
         kind = _kind(tensor)
         dense = {
@@ -176,6 +177,15 @@ def check_dense(tensor: Tensor, name: str) -> None:
             "quantized": f"{name}.dequantize()",
         }.get(kind, f"{name}.to_dense()")
         raise refused(f"{name} is {kind}, not a dense tensor", dense)
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None and not isinstance(tensor, DTensor):
+        inner, _ = flatten()
+        unwrapped = "from torchao.utils import unwrap_tensor_subclass; unwrap_tensor_subclass(model)"
+        plain = "a plain one: plans gather in float8 without Float8LinearConfig(enable_fsdp_float8_all_gather=True)"
+        what = (
+            f"{name} is of type {type(tensor).__name__}, which stands for other tensors: {', '.join(inner)}"
+        )
+        raise refused(what, plain if tensor.requires_grad else unwrapped)
 
 
 def check_dense_call(func: Any, args: Sequence[Any], result: Any = None) -> None:

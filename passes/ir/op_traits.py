@@ -60,7 +60,9 @@ _REDUCTIONS = _names(
     "aten",
     "sum mean prod amax amin max min any all argmax argmin var std var_mean logsumexp linalg_vector_norm",
 ) | _names("autoshard", "sum_rows")
-_PRODUCTS = _names("aten", "mm bmm addmm baddbmm mv dot convolution convolution_backward") | _names(
+_PRODUCTS = _names(
+    "aten", "mm bmm addmm baddbmm mv dot _scaled_mm _int_mm convolution convolution_backward"
+) | _names(
     "autoshard",
     """contract routed_mm routed_outer grouped_mm attention attention_backward neighborhood_attention
     neighborhood_attention_backward""",

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from cost_model.measurements import KernelKind
-from passes.ir.joint import node_value, tensor_operands
+from passes.ir.joint import first_value, node_value, tensor_operands
 from passes.ir.op_traits import fuses, op_name, reads_shape_only
 from passes.rules.windowed.windowed import per_dim
 
@@ -28,6 +28,8 @@ _MATRIX_PRODUCTS = (
     _aten.mv.default,
     _aten.dot.default,
 )
+_NARROW_PRODUCTS = (_aten._scaled_mm.default, _aten._int_mm.default)
+"""Products of floats of 8 bits with their scales, and of integers of 8 bits."""
 
 _SHAPE_OF_INPUT = ("aten.avg_pool", "aten.reflection_pad", "aten.replication_pad")
 """Ops whose gradients take the input, as operand 1, for its shape."""
@@ -61,6 +63,8 @@ def global_flops(node: fx.Node) -> float:
     if target in _MATRIX_PRODUCTS:
         a = node_value(tensor_operands(node)[-2])
         return 2.0 * node_value(node).numel() * a.shape[-1]
+    if target in _NARROW_PRODUCTS:
+        return 2.0 * node_value(node).numel() * node_value(tensor_operands(node)[0]).shape[-1]
     if target in _routed():
         return _routed_flops(node)
     if target is torch.ops.autoshard.attention.default:
@@ -97,6 +101,13 @@ def arithmetic_kind(node: fx.Node, local_shape: Callable[[int], Sequence[int]]) 
     if node.target is _aten.max_pool2d_with_indices.default:
         return "pooling"
     return None if fuses(node) else "matmul"
+
+
+def rate_name(node: fx.Node) -> str:
+    """By which a profile has the op's rate: its dtype, "float8" of all of 8 bits; of a product of these, theirs."""
+    narrow = node.target in _NARROW_PRODUCTS
+    dtype = (node_value(tensor_operands(node)[0]) if narrow else first_value(node)).dtype
+    return "float8" if dtype.is_floating_point and dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
 
 
 def _convolution_kind(

@@ -134,7 +134,7 @@ class _Writer:
         return RankGraph(lazy_module(self.graph), values, self.transfers)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
-        local = self.graph.placeholder(node.name)
+        local = self.graph.create_node("placeholder", node.name, name=node.name)  # as it is written
         value = node_value(node)
         layout = self.planned.layouts[node.name].results[0]
         shape = layout.local_shape(value.shape, self.mesh, self.rank)

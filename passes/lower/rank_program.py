@@ -105,7 +105,7 @@ class _Folder:
             self._op(node)
 
     def _placeholder(self, node: fx.Node) -> None:
-        new = self.graph.placeholder(node.name)
+        new = self.graph.create_node("placeholder", node.name, name=node.name)
         new.meta = dict(node.meta)
         self.made[node] = None if node in self.missing else new
 

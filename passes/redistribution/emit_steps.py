@@ -57,9 +57,13 @@ class Emitter:
     def collective(self, target: Any, x: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         """`target(x, *args)` and the wait for it; `shape`: of the result.
 
-        Booleans travel as bytes: no backend reduces them, and not every one gathers them. Complex numbers travel
-        as pairs of real ones, a last dim: not every backend sends them (gloo: all-to-all).
+        Booleans travel as bytes: no backend reduces them, and not every one gathers them; floats of 8 bits likewise,
+        which are never reduced. Complex numbers travel as pairs of real ones, a last dim: not every backend sends them
+        (gloo: all-to-all).
         """
+        if value(x).is_floating_point() and value(x).itemsize == 1:
+            sent = self.call(aten.view.dtype, self.contiguous(x), torch.uint8)
+            return self.call(aten.view.dtype, self.collective(target, sent, shape, *args), value(x).dtype)
         if value(x).dtype == torch.bool:
             sent = self.call(aten._to_copy.default, x, dtype=torch.uint8)
             received = self.collective(target, sent, shape, *args)

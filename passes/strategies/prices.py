@@ -20,7 +20,7 @@ from cost_model.timed import KernelKey, KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
 from passes.ir.op_schema import op_signature
 from passes.ir.op_traits import fuses, is_view
-from passes.ir.op_work import arithmetic_kind, global_flops
+from passes.ir.op_work import arithmetic_kind, global_flops, rate_name
 from passes.ir.routing import BALANCED
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import ROUTED, FactorSplit, Layout, NodeLayouts, first_part
@@ -67,7 +67,7 @@ def strategy_seconds(
     if is_view(node):
         return np.zeros(len(strategies))
     flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
-    dtype = _dtype_name(node)
+    dtype = rate_name(node)
     operands = tensor_operands(node)
     results = [i for i, value in enumerate(node_values(node)) if value is not None] if flow.writes else []
     form = None if prices.timed is None else _timed_form(node, flow)
@@ -146,11 +146,7 @@ def local_work(node: fx.Node, flow: OpTraffic) -> KernelWork:
         for values in (read, kept if flow.writes else ())
     )
     kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
-    return KernelWork(flops, loaded + stored, _dtype_name(node), kind, stored, flow.writes)
-
-
-def _dtype_name(node: fx.Node) -> str:
-    return str(first_value(node).dtype).removeprefix("torch.")
+    return KernelWork(flops, loaded + stored, rate_name(node), kind, stored, flow.writes)
 
 
 def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> Sequence[float]:

@@ -146,3 +146,16 @@ def test_nominal_products_on_gpus_wait_for_half_of_their_stores(round_profile: P
     measured = ComputePrices(replace(round_profile, device_type="cuda"))
     assert measured.kernel_seconds(1e8, 2e6, "bfloat16", "matmul", 2e6) == pytest.approx(5e-6)
     assert nominal.kernel_seconds(1e8, 2e6, "bfloat16", "attention", 2e6) == pytest.approx(5e-6)
+
+
+def test_products_of_8_bits() -> None:
+    """By the profile's own rates, or as many times as fast as those of a wider dtype; loops by none of them."""
+    h100, a100, cpu = (ComputePrices(Profile.named(name)) for name in ("h100", "a100", "cpu"))
+    assert h100.matmul_seconds(1.1e12, "float8") == pytest.approx(1.1e12 / 1226e12)
+    for flops in (1e9, 1e12):
+        wide = a100.matmul_seconds(flops, "bfloat16")
+        assert a100.matmul_seconds(flops, "float8") == a100.matmul_seconds(flops, "int8") == wide / 2
+        assert cpu.matmul_seconds(flops, "float8") == pytest.approx(
+            cpu.matmul_seconds(flops, "float32") / 0.7
+        )
+    assert h100.arithmetic_seconds(None, 1e9, "float8") == h100.arithmetic_seconds(None, 1e9, "float32")

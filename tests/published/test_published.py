@@ -37,9 +37,9 @@ LLAMA = Row("Llama 3.1 8B", 64, 2, "h100_96gb", 1, 1, "FULL_SHARD", "selective",
 
 
 def test_rows() -> None:
-    """55 and 4, and none that no plan is."""
+    """55 and 6, and none that no plan is."""
     rows = [row for path in ROWS for row in read_rows(path)]
-    assert len(rows) == 59 and not missing(rows)
+    assert len(rows) == 61 and not missing(rows)
     assert rows[6].tokens == 8 * 2048
     said = [(row.checkpointing, row.accumulation > 1) for row in rows]
     assert [
@@ -50,9 +50,10 @@ def test_rows() -> None:
         5,
         22,
     ]
-    assert rows[-1] == Row(
+    assert rows[-3] == Row(
         "Llama 3.1 8B", 8192, 128, "h100_96gb", 2, 1, "FULL_SHARD", "selective", 6514.0, True, 62.0
     )
+    assert rows[-1] == replace(rows[-3], tokens_per_second=8380.0, memory_gib=61.8, float8=True)
 
 
 def test_the_others_say_why_not() -> None:
@@ -109,6 +110,19 @@ def test_selective_keeps_attention_and_every_second_product() -> None:
     products = [nodes[name].meta["module"] for name in again if is_product(nodes[name])]
     assert products == [f"blocks.{i}.{name}" for i in (0, 1) for name in ("k", "out", "up")]
     assert not any("attention" in str(nodes[name].target) for name in again)
+
+
+def test_layers_in_float8() -> None:
+    """Of seven products of a block; the head stays in bfloat16. Weights are gathered in one byte a number."""
+    row = replace(LLAMA, float8=True)
+    joint = captured_joint(row, 1)
+    scaled = [n for n in joint.graph.nodes if "_scaled_mm" in str(n.target)]
+    assert len(scaled) == 3 * 7 and "float8" in row.ran
+    assert {n.meta["module"].split(".")[0] for n in scaled} == {"blocks"}
+    prices = Mock(overlap_efficiency=0.75)
+    prices.redistributor.collective_seconds = lambda kind, axes, nbytes: nbytes / 1e9
+    wide, narrow = (as_fsdp_sends(one, 1, Prediction(0.0, (), ()), prices) for one in (LLAMA, row))
+    assert wide - narrow == pytest.approx(0.25 * 2 * block_numbers(row) / 1e9)
 
 
 @pytest.mark.slow

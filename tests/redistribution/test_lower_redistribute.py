@@ -7,11 +7,13 @@ import random
 
 import pytest
 import torch
+from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
-from passes.redistribution.lower_redistribute import collective_nodes
+from passes.redistribution.lower_redistribute import collective_nodes, emit
 from passes.redistribution.redistribute import CollectiveSeconds, Redistributor
+from passes.simulate.lockstep import simulated_groups
 from tests.redistribution.layouts import (
     StartPrices,
     creatable,
@@ -113,6 +115,18 @@ def test_dtypes(dtype: torch.dtype) -> None:
     )
     for src, dst in [(a_b, Layout.replicated(2)), (a_b, b_a), (rows, columns), (Layout.replicated(2), a_b)]:
         check(mesh, src, dst, value)
+
+
+def test_floats_of_8_bits_travel_as_bytes() -> None:
+    """gloo sends no others."""
+    mesh, graph, layout = MeshSpec({"a": 2}), fx.Graph(), Layout((("a",), ()))
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 7, dtype=torch.float8_e5m2)
+    for dst in (Layout.replicated(2), Layout(((), ("a",)))):
+        steps = Redistributor(mesh, StartPrices()).plan(layout, dst, (6, 7), 1).steps
+        found = emit(graph, x, steps, (6, 7), mesh, 0, simulated_groups(mesh), {})
+        assert found.meta["val"].dtype == torch.float8_e5m2
+    assert [n.meta["val"].dtype for n in collective_nodes(graph)] == [torch.uint8] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

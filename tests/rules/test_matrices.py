@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from passes.rules.check.trial import Choice, Trial, call_node
+from passes.rules.core.rule_registry import rule_for
 from tests.rules.registered import Draw, aten, check
 
 DRAW = Draw(0)
@@ -144,3 +146,39 @@ def test_bags(mode: int) -> None:
     if mode == 0:
         op = aten._embedding_bag_per_sample_weights_backward.default
         assert check(op, grad, table, index, ends, to_bag, mode).splittable == ("d",)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("grad", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_products_of_float8(by_row: bool, grad: torch.dtype) -> None:
+    """Integers and powers of two: every sum is exact, however it is split."""
+    splits = (
+        (("m", "n", "k"), {"m": 20, "n": 9, "k": 5}),
+        (("m", "n", "k"), {"m": 3, "n": 3, "k": 16}),
+        (("m", "k"), {"m": 5, "n": 1, "k": 32}),
+        ((), {}),
+    )
+    for factors, sizes in splits:
+        m, n, k = (sizes.get(name, 1) for name in "mnk")
+        a, b = (DRAW.ints(9, *s, low=-9).float() for s in ((m, k), (n, k)))
+        scales = (2.0 ** DRAW.ints(3, m, 1).float(), 0.5 ** DRAW.ints(3, 1, n).float())
+        if not by_row:
+            scales = torch.tensor(0.5), torch.tensor([4.0])
+        args = a.to(grad), b.to(torch.float8_e4m3fn).t(), *scales
+        found = check(aten._scaled_mm.default, *args, None, None, torch.float32)
+        assert found.splittable == factors
+        # A bias is added once, and 8 bits hold no summands.
+        biased = check(aten._scaled_mm.default, *args, DRAW.ints(4, n).float(), None, torch.float32)
+        narrow = rule_for(call_node(aten._scaled_mm.default, args))
+        assert biased.splittable == narrow.splittable == tuple(factor for factor in factors if factor != "k")
+
+
+def test_rounding_of_a_split_contraction() -> None:
+    """Sums of k products in any order are within k 2^-24 of the sum of magnitudes, whole and in parts."""
+    m, n, k = 5, 7, 96
+    a, b = (DRAW.floats(*s).float().to(torch.float8_e4m3fn) for s in ((m, k), (n, k)))
+    scales = DRAW.floats(m, 1).float().abs(), DRAW.floats(1, n).float().abs()
+    node = call_node(aten._scaled_mm.default, (a, b.t(), *scales), {"out_dtype": torch.float32})
+    sizes = a.double().abs() @ b.double().abs().t() * scales[0] * scales[1]
+    atol = 2 * (k + 3) * 2.0**-24 * float(sizes.max())
+    assert Trial(node, rule_for(node), (3,), (Choice("k"),), rtol=0.0, atol=atol).mismatch() is None

@@ -87,6 +87,9 @@ def test_casts() -> None:
     x = draw.floats(3, 4)
     assert check(aten._to_copy.default, x, dtype=torch.float32, rtol=1e-5).linear
     assert not check(aten._to_copy.default, x, dtype=torch.int64).linear, "every part would be rounded"
+    assert not linear(aten._to_copy.default, x, dtype=torch.float8_e4m3fn), (
+        "or be more than the largest number"
+    )
     assert not check(aten._to_copy.default, x > 0, dtype=torch.float64).linear, "no sums of bools"
     assert check(aten._to_copy.default, draw.ints(9, 3), dtype=torch.float64).linear
     assert not check(aten._to_copy.default, x, dtype=torch.bool).linear

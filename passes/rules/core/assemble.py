@@ -150,7 +150,7 @@ def linear_sets(call: OpCall, *groups: str) -> tuple[frozenset[int], ...]:
     A group must be all tensors: x + 1 is not linear, for every rank would add the 1; a number that
     is 0, or an argument left out, does no harm. An argument that is a list counts with all of its
     tensors. No sums of bools, and no linearity where the result cannot hold what is summed (a float
-    cast to an integer is rounded in every part).
+    cast to an integer, or to 8 bits, is rounded in every part).
     """
     found: list[frozenset[int]] = []
     for group in groups:
@@ -174,7 +174,7 @@ def _additive(members: Sequence[TensorInfo], results: Sequence[TensorInfo | None
 
 
 def _kind(dtype: torch.dtype) -> int:
-    """bool 0, integer 1, float 2, complex 3."""
+    """bool 0, integer 1, float 2, complex 3. Floats of 8 bits count as integers."""
     if dtype == torch.bool:
         return 0
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point and dtype.itemsize > 1 else 1

@@ -138,6 +138,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_rows(convolution.convolution_backward, "convolution_backward"),
         **_rows(views.transform, "_fft_r2c _fft_c2r _fft_c2c"),
         **_rows(products.int_product, "_int_mm"),
+        **_rows(products.scaled_product, "_scaled_mm"),
         **_rows(empty_safe(spec("... m d, ... n d -> ... m n; d: whole")), "_cdist_forward"),
         **_rows(
             empty_safe(spec("... m n, ... m d, ... n d, ... m n -> ... m d; n: sum; linear: 0")),

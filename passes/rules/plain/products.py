@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets
+from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets, whole_rule
 from passes.rules.core.emit_op import (
     again,
     argument,
@@ -147,24 +149,80 @@ def columns(call: OpCall) -> OpRule:
     return assemble(call.shapes, dims[:n], dims[n:], reductions=summed)
 
 
-def _int_product(ctx: LocalContext) -> fx.Node:
-    """CUDA wants more than 16 rows, and multiples of 8 of the other dims: what a part lacks is zeros, cut off again."""
-    if not any(ctx.is_split(factor) for factor in "mkn"):
-        return again(ctx)
-    m, n = ctx.result_shape()
-    k = global_tensor(ctx, "mat2").shape[0]
-    if ctx.is_split("k"):
-        low, high = ctx.interval("k")
-        k = high - low
-    more = max(0, 17 - m), -k % 8, -n % 8
-    a, b = (
-        ctx.call(aten.constant_pad_nd.default, argument(ctx, name), [0, columns, 0, rows], 0)
-        for name, rows, columns in (("self", more[0], more[1]), ("mat2", more[1], more[2]))
-    )
-    found = again(ctx, self=a, mat2=b)
-    for dim, length in enumerate((m, n)):
-        found = ctx.call(aten.slice.Tensor, found, dim, 0, length)
+def _in_multiples(ctx: LocalContext, step: int, least: int = 0) -> tuple[fx.Node, fx.Node]:
+    """The matrices of a part, with zeros up to what CUDA wants: `least` rows, and multiples of `step` of k and n."""
+    a, b = argument(ctx, "self"), argument(ctx, "mat2")
+    (m, k), n = node_value(a).shape, node_value(b).shape[1]
+    found = {"m": max(0, least - m), "k": -k % step, "n": -n % step}
+    missing = {factor: more if ctx.is_split(factor) else 0 for factor, more in found.items()}
+    return _padded(ctx, a, missing["m"], missing["k"]), _padded(ctx, b, missing["k"], missing["n"])
+
+
+def _padded(ctx: LocalContext, x: fx.Node, rows: int, columns: int) -> fx.Node:
+    return ctx.call(aten.constant_pad_nd.default, x, [0, columns, 0, rows], 0) if rows or columns else x
+
+
+def _cut(ctx: LocalContext, found: fx.Node) -> fx.Node:
+    """What of a product is no padding."""
+    for dim, length in enumerate(ctx.result_shape()):
+        if node_value(found).shape[dim] != length:
+            found = ctx.call(aten.slice.Tensor, found, dim, 0, length)
     return found
 
 
+def _int_product(ctx: LocalContext) -> fx.Node:
+    a, b = _in_multiples(ctx, 8, 17)
+    return _cut(ctx, again(ctx, self=a, mat2=b))
+
+
 int_product = empty_safe(spec("m k, k n -> m n", _int_product))
+
+
+@empty_safe
+def scaled_product(call: OpCall) -> OpRule:
+    """m k, k n, scales -> m n; k: sum. Each matrix has one scale, or one of each row of the first, of each column of
+    the second: none lies along k, and sums of parts are scaled alike. Scales of blocks are whole."""
+    (m, n), scales = call.result.shape, (call.tensor("scale_a").shape, call.tensor("scale_b").shape)
+    if not all(math.prod(s) == 1 for s in scales) and scales != ((m, 1), (1, n)):
+        return whole_rule(call.shapes, len(call.operands))
+    rest = [dims("n")] if isinstance(call["bias"], TensorInfo) else []
+    rest += [((),) * len(t.shape) for t in (call["scale_result"],) if isinstance(t, TensorInfo)]
+    by_row = [(("m",), ())[: len(scales[0])], ((), ("n",))[: len(scales[1])]]
+    return assemble(
+        call.shapes,
+        [dims("m k"), dims("k n"), *by_row, *rest],
+        [dims("m n")],
+        reductions={} if rest else {"k": "sum"},
+        whole={"k"} if rest or call.result.dtype.itemsize == 1 else (),
+        localize=_scaled,
+    )
+
+
+def _scaled(ctx: LocalContext) -> fx.Node:
+    """CUDA and Inductor want the first matrix and the scales in rows, the second matrix in columns."""
+    a, b = _in_multiples(ctx, 16)
+    if not node_value(b).t().is_contiguous():
+        b = ctx.call(aten.permute.default, _in_rows(ctx, ctx.call(aten.permute.default, b, [1, 0])), [1, 0])
+    changed = {"self": _in_rows(ctx, a), "mat2": b}
+    more = node_value(b).shape[1] - ctx.result_shape()[1]
+    for name in ("scale_a", "scale_b", "bias"):
+        x = argument(ctx, name)
+        if x is None or node_value(x).ndim == 0:
+            continue
+        if more and name != "scale_a" and global_tensor(ctx, name).shape[-1] > 1:
+            x = ctx.call(aten.constant_pad_nd.default, x, [0, more], 0)
+        x = _in_rows(ctx, x)
+        changed[name] = x if node_value(x).stride()[-1] == 1 else _line(ctx, x)
+    return _cut(ctx, again(ctx, **changed))
+
+
+def _in_rows(ctx: LocalContext, x: fx.Node) -> fx.Node:
+    if node_value(x).is_contiguous():
+        return x
+    return ctx.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _line(ctx: LocalContext, x: fx.Node) -> fx.Node:
+    """A column that was a row has its last stride from there; kernels look at it."""
+    flat = ctx.call(aten.reshape.default, x, [-1])
+    return ctx.call(aten.reshape.default, flat, list(node_value(x).shape))
