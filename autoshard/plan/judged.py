@@ -121,7 +121,10 @@ MESSAGES = frozenset({"all_to_all", "point_to_point"})
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
 _ALL = 2**62
-_PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "halo_reduce": _NEIGHBOURS}
+_PEERS = {
+    **dict.fromkeys(("all_to_all", "reshard", "send_rows", "return_rows"), _ALL),
+    **dict.fromkeys(("halo_exchange", "halo_reduce"), _NEIGHBOURS),
+}
 """Ranks with which a rank exchanges messages of its own in a step, by its name."""
 
 

@@ -101,7 +101,7 @@ def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Ten
     present = [piece for piece in pieces if piece is not None]
     if len(present) == 1:
         return present[0]
-    how = next(op for _, op in layout.partial if op != ROUTED)
+    how = next(op for _, op in layout.partial if op != ROUTED)[:3]
     operation = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[how]
     total = present[0]
     for piece in present[1:]:
@@ -134,7 +134,7 @@ def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -
     """The part of a global `value` that `rank` holds: its shard; of a pending sum, index 0 of the axis holds all."""
     part = shard_of(value, layout, mesh, rank)
     here = mesh.coordinate(rank)
-    if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
+    if any(here[axis] != 0 for axis, op in layout.partial if op.startswith("sum")):
         return torch.zeros_like(part)
     return part.contiguous()
 

@@ -14,9 +14,10 @@ from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.graph_pass import GraphPass, copy_joint, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
-from passes.ir.routing import Routing, check_experts
+from passes.ir.routing import Routing, check_experts, sum_of
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
+from passes.ops.sent_rows import returned, sent
 from passes.rules.core.routed import RoutedRows
 from passes.rules.core.row_wise import has_rows, is_by_rows
 
@@ -72,6 +73,12 @@ class MarkRows(GraphPass):
         return joint
 
 
+_ENDS = {
+    ours.own_rows.default: lambda ids: sum_of(1),
+    ours.sum_rows.default: lambda ids: sum_of(ids[-1]),
+}
+"""What ends rows -> what its result is, where experts are split. ids: their shape."""
+
 LAST: tuple[GraphPass, ...] = (EndRows(), InsertUses(), MarkRows())
 """Of every graph that is searched: only marks look through a use."""
 
@@ -104,7 +111,7 @@ class Region:
             if node.target is not operator.getitem:
                 read = enumerate(tensor_operands(node)[: READ_ROWS.get(node.target)])
                 routed = (i for i, operand in read if operand not in self.others and has_rows(operand, shape))
-                pending = ROUTED if node in self.rows else "sum"
+                pending = ROUTED if node in self.rows else _ENDS.get(node.target, lambda ids: "sum")(shape)
                 pending = None if node.target is ours.routed_outer.default else pending
                 node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending, routing)
 
@@ -173,7 +180,7 @@ def leading(
 
 
 def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:
-    if node.target in READ_ROWS or is_collective(node):
+    if node.target in READ_ROWS or node.target in (sent, returned) or is_collective(node):
         return False
     return node.target is operator.getitem or is_by_rows(node, shape)
 

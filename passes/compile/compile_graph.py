@@ -33,6 +33,7 @@ from passes.ir.torch_inductor import compile_with_inductor, inductor_graph_order
 from passes.ir.torch_sizes import SizeSymbols, fakes_counted
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 from passes.ops.routed_ops import counted_places, own_places
+from passes.ops.sent_rows import exchange_rows
 
 aten = torch.ops.aten
 
@@ -192,7 +193,7 @@ def _compiled(
     examples = [*(fakes_counted(values, counted) if any(counted) else fresh_fakes(values)), *numbers]
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
-            lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
+            lower_as_collectives({**NAMED_BY_NAME, "exchange_rows": exchange_rows}, ALL_REDUCE_IN_PLACE)
             launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order():
                 last = partial(keep_strides, wanted=wanted)

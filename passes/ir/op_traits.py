@@ -67,7 +67,7 @@ _PRODUCTS = _names(
     """contract routed_mm routed_outer grouped_mm attention attention_backward neighborhood_attention
     neighborhood_attention_backward""",
 )
-_COLLECTIVES = ("_c10d_functional.", "autoshard_c10d_functional.")
+_COLLECTIVES = ("_c10d_functional.", "autoshard_c10d_functional.", "autoshard_rows_c10d_functional.")
 # The first of these namespaces are torch's and ours; "<" begins the name of a function of Python's.
 _KNOWN = ("aten.", "prims.", "autoshard", "<")
 

@@ -48,6 +48,16 @@ class Routing:
 BALANCED = Routing()
 
 
+def sum_of(count: int) -> str:
+    """Pending: a sum of which every element has at most so many summands, those of its rows' experts."""
+    return f"sum{count}"
+
+
+def summands(op: str) -> int | None:
+    """Inverse of `sum_of`; None for what is pending otherwise."""
+    return int(op[3:]) if op.startswith("sum") and op != "sum" else None
+
+
 def checked_routing(routing: object) -> Routing:
     """From a factor, or a histogram of rows by expert in any unit. ShardingError for anything else."""
     if routing is None:

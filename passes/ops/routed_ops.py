@@ -169,7 +169,7 @@ grouped_mm = operator(
 
 
 def _own_places(order: Tensor, ends: Tensor, first: int, length: int) -> Tensor:
-    begin, end = ends[[first - 1, -1]].tolist() if first else (0, int(ends[-1]))
+    begin, end = ends[[first - 1, -1]].tolist() if first else (0, int(ends[-1]) if len(ends) else 0)
     return order[begin:end].clone()
 
 

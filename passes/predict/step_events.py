@@ -14,6 +14,7 @@ from passes.compile.bind_device import written_into
 from passes.compile.fuse_eager import reduced_in_place
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_collective, is_view, storage_root
+from passes.ops.sent_rows import exchange_rows
 from passes.plan.planned_graph import Turn
 from passes.strategies.prices import Prices, local_seconds
 from passes.strategies.traffic import OpTraffic, TrafficModel, eager_traffic
@@ -29,6 +30,7 @@ COLLECTIVE_KINDS: Mapping[Any, str] = {
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_reduce.default: "all_reduce",
     c10d.all_to_all_single.default: "all_to_all",
+    exchange_rows: "all_to_all",
 }
 """Functional collective -> its name among the prices."""
 
@@ -198,7 +200,7 @@ def collective_kind(node: fx.Node) -> str:
 
 def collective_nbytes(node: fx.Node) -> int:
     """Bytes that price the collective that `node` starts: its larger end, of this rank."""
-    (operand,) = node.all_input_nodes
+    operand = node.all_input_nodes[0]
     values = (operand.meta["val"], node.meta["val"])
     return max(value.numel() * value.element_size() for value in values)
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
 from passes.layout.layout import Span
+from passes.ops.sent_rows import exchange_rows
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -26,6 +27,7 @@ COLLECTIVES = (
     c10d.reduce_scatter_tensor.default,
     c10d.all_reduce.default,
     c10d.all_to_all_single.default,
+    exchange_rows,
 )
 
 

@@ -29,7 +29,8 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.op_traits import is_collective
-from passes.layout.layout import Span
+from passes.layout.layout import Layout, Span
+from passes.ops.sent_rows import returned, sent
 from passes.redistribution.emit_steps import (
     COLLECTIVES,
     Emitter,
@@ -50,10 +51,13 @@ from passes.redistribution.steps import (
     HaloReduce,
     ReduceScatter,
     Reshard,
+    ReturnRows,
+    SendRows,
     Slice,
     Step,
     ToPartial,
     ToRouted,
+    ToSum,
 )
 
 aten = torch.ops.aten
@@ -151,6 +155,22 @@ def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
     return site.emit.slice(reduced, step.dim, 0, site.result_shape[step.dim])
 
 
+def _send_rows(site: HaloSite, x: fx.Node) -> fx.Node:
+    """Gathered, for whoever needs all; the mark says what would do (`passes.ops.sent_rows`)."""
+    return _marked(site, sent, _all_gather(site, x), x, site.step.before)
+
+
+def _return_rows(site: HaloSite, x: fx.Node) -> fx.Node:
+    return _marked(site, returned, _reduce_scatter(site, x), x, site.step.after)
+
+
+def _marked(site: HaloSite, mark: Any, moved: fx.Node, x: fx.Node, split: Layout) -> fx.Node:
+    step: SendRows | ReturnRows = site.step
+    sizes, index = site.part_sizes(split, step.dim), site.mesh.linear_index(site.rank, step.axes)
+    group = (step.dim, list(sizes), index, [site.mesh.size(axis) for axis in step.axes], site.group_name)
+    return site.emit.named(mark, value(moved), (moved, x, *group), {})
+
+
 def _all_to_all(site: HaloSite, x: fx.Node) -> fx.Node:
     step: AllToAll = site.step
     sent = [site.span(step.after, step.to_dim, rank) for rank in site.ranks]
@@ -216,6 +236,9 @@ _EMIT: Mapping[type[Step], Callable[[HaloSite, fx.Node], fx.Node]] = {
     AllReduce: _all_reduce,
     ReduceScatter: _reduce_scatter,
     AllToAll: _all_to_all,
+    SendRows: _send_rows,
+    ReturnRows: _return_rows,
+    ToSum: lambda site, x: x,
     Reshard: halo_exchange,
     HaloExchange: halo_exchange,
     HaloReduce: halo_reduce,

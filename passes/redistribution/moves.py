@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
+from passes.ir.routing import summands
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
-from passes.layout.layout import ROUTED, Layout
+from passes.layout.layout import REDUCE_OPS, ROUTED, Layout
 from passes.redistribution.dim_splits import UNSPLIT, DimSplits, Split, subsets
 from passes.redistribution.steps import (
     AllGather,
@@ -19,10 +20,13 @@ from passes.redistribution.steps import (
     HaloReduce,
     ReduceScatter,
     Reshard,
+    ReturnRows,
+    SendRows,
     Slice,
     Step,
     ToPartial,
     ToRouted,
+    ToSum,
 )
 
 Partial = tuple[tuple[str, str], ...]
@@ -63,6 +67,7 @@ class Moves:
         yield from self.gathers_and_exchanges(state)
         yield from self.reductions(state)
         yield from self.halos(state)
+        yield from self.rows(state)
 
     def local(self, state: State) -> Iterator[NextStep]:
         used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
@@ -79,14 +84,10 @@ class Moves:
             for trimmed in splits.trims(state.splits[dim]):
                 yield NextStep(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
         for unit in free:
-            kinds = (
-                ((ToPartial, "sum"), (ToRouted, ROUTED))
-                if self.routed.issuperset(unit)
-                else ((ToPartial, "sum"),)
-            )
-            for make, op in kinds:
-                partial = tuple(sorted((*state.partial, *((axis, op) for axis in unit))))
-                yield NextStep(make, unit, (), op, State(state.splits, partial))
+            yield NextStep(ToPartial, unit, (), "sum", _with_partial(state, unit, "sum"))
+        if not _routed(state):
+            for run in map(chained, subsets([unit for unit in free if self.routed.issuperset(unit)])):
+                yield NextStep(ToRouted, run, (), ROUTED, _with_partial(state, run, ROUTED))
 
     def gathers_and_exchanges(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):
@@ -110,8 +111,29 @@ class Moves:
                 share = splits.foreign(split, other)
                 yield NextStep(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
+    def rows(self, state: State) -> Iterator[NextStep]:
+        """Rows to the ranks of their experts, and back. Ranks share experts over all their axes at once. The last dim
+        is no row's place."""
+        last = len(self.dims) - 1
+        few = tuple(axis for axis in self.mesh.names if summands(dict(state.partial).get(axis, "")))
+        if few:
+            (count,) = {summands(op) for axis, op in state.partial if axis in few}
+            left = State(state.splits, tuple(p for p in state.partial if p[0] not in few))
+            yield NextStep(ToSum, few, (), "", _with_partial(left, few, "sum"))
+            share = min(1.0, (count or 1) / self.mesh.size(*few))
+            for dim, target in self.split_by(left, few):
+                if dim < last:
+                    yield NextStep(ReturnRows, few, (dim,), "", target, share)
+        if _routed(state):
+            return
+        for dim, splits in enumerate(self.dims[:last]):
+            for run, coarser in splits.gathers(state.splits[dim]):
+                if self.routed.issuperset(run) and list(run) == sorted(run, key=self.mesh.index):
+                    sent = _with_partial(_with_split(state, dim, coarser), run, ROUTED)
+                    yield NextStep(SendRows, run, (dim,), "", sent, 1.0)
+
     def reductions(self, state: State) -> Iterator[NextStep]:
-        for op in sorted({op for _, op in state.partial} - {ROUTED}):
+        for op in sorted({op for _, op in state.partial if op in REDUCE_OPS}):
             axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
             for chosen in map(chained, subsets(in_units(axes, self.joined))):
                 left = tuple((a, o) for a, o in state.partial if a not in chosen)
@@ -130,6 +152,14 @@ class Moves:
 def _runs(units: list[Unit]) -> Iterator[tuple[str, ...]]:
     for count in range(1, len(units) + 1):
         yield from map(chained, itertools.permutations(units, count))
+
+
+def _routed(state: State) -> list[str]:
+    return [axis for axis, op in state.partial if op == ROUTED]
+
+
+def _with_partial(state: State, axes: tuple[str, ...], op: str) -> State:
+    return State(state.splits, tuple(sorted((*state.partial, *((axis, op) for axis in axes)))))
 
 
 def _with_split(state: State, dim: int, split: Split) -> State:

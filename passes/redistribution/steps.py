@@ -112,6 +112,32 @@ class AllToAll(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendRows(Step):
+    """Split of `dim` by its minor-most `axes` -> `ROUTED` over them: every row goes to the rank of its expert."""
+
+    name = "send_rows"
+    kind = "all_to_all"
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnRows(Step):
+    """Partial(`sum_of(n)`) over `axes` -> split of `dim` by them at its minor end: every row goes back to its token."""
+
+    name = "return_rows"
+    kind = "all_to_all"
+    op: ClassVar[str] = "sum"
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToSum(Step):
+    """Partial(`sum_of(n)`) -> Partial(sum): of any number of summands. Local, free."""
+
+    name = "to_sum"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reshard(Step):
     """Same axes on `dim`, other split sizes or another nesting order.
 
@@ -157,6 +183,9 @@ STEPS: Mapping[str, type[Step]] = MappingProxyType(
             AllReduce,
             ReduceScatter,
             AllToAll,
+            SendRows,
+            ReturnRows,
+            ToSum,
             Reshard,
             HaloExchange,
             HaloReduce,

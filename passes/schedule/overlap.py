@@ -24,13 +24,13 @@ _NO_TURN: Turn = (-1, 0)
 
 def _out_of_turn(graph: HasGraph) -> str | None:
     for before, node in itertools.pairwise(collective_nodes(graph.graph)):
-        if _issue_key(before) > _issue_key(node):
+        if issue_key(before) > issue_key(node):
             turns = [start.meta.get("turn") for start in (node, before)]
             return f"{described(node)}: has turn {turns[0]}, and stands behind %{before.name} with {turns[1]}"
     return None
 
 
-def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
+def issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
     """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has no
     dependency that orders the two. Then the transfer, where several share a turn and were not merged. A further step
     that starts later (meta "later", `passes.schedule.issue_order`) goes before what has its turn there, the furthest
@@ -102,7 +102,7 @@ class _Schedule:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         counts = itertools.accumulate((is_product(n) for n in graph.nodes), initial=0)
         self.products = list(counts)  # before each place
-        self.unstarted = deque(sorted(collective_nodes(graph), key=_issue_key))
+        self.unstarted = deque(sorted(collective_nodes(graph), key=issue_key))
         self.due: set[fx.Node] = set()  # unstarted, though their source exists
         self.urgent: set[fx.Node] = set()  # those of them that ops wait for
         self.flying: dict[fx.Node, fx.Node] = {}  # collective -> its wait, oldest first

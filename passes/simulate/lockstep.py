@@ -8,7 +8,7 @@ one, the group exchanges and goes on. Sums are taken in rank order. A group is n
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.process_state import autocast_off
+from passes.ops.sent_rows import exchange_rows
 from passes.simulate.reference import seeded_call
 
 Observer = Callable[[int, fx.Node, Any], None]
@@ -249,9 +250,20 @@ def _all_to_all(group: Sequence[int], calls: Sequence[_Call]) -> list[Tensor]:
     return [torch.cat([sent[i] for sent in pieces]) for i in range(len(calls))]
 
 
+def _exchange_rows(group: Sequence[int], calls: Sequence[_Call]) -> list[Tensor]:
+    """An all-to-all of sizes that are told as ends. What no rank sends is 0."""
+    sizes = lambda ends: torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    counted = [replace(call, args=(sizes(call.args[2]), sizes(call.args[1]))) for call in calls]
+    sent = [replace(call, tensor=call.tensor[: sum(call.args[1])]) for call in counted]
+    missing = [len(call.args[0]) - sum(told.args[0]) for call, told in zip(calls, counted, strict=True)]
+    arrived = zip(_all_to_all(group, sent), missing, strict=True)
+    return [torch.cat([rows, rows.new_zeros(count, *rows.shape[1:])]) for rows, count in arrived]
+
+
 _EXCHANGES: Mapping[Any, Callable[[Sequence[int], Sequence[_Call]], list[Tensor]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
+    exchange_rows: _exchange_rows,
 }

@@ -12,6 +12,7 @@ import pytest
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
+from passes.ir.routing import sum_of
 from passes.layout.layout import Halo, Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.moves import as_layout
@@ -22,8 +23,11 @@ from passes.redistribution.steps import (
     AllToAll,
     ReduceScatter,
     Reshard,
+    ReturnRows,
+    SendRows,
     Slice,
     ToPartial,
+    ToRouted,
 )
 from passes.redistribution.universe import UniverseKey, build_universe
 from tests.redistribution.layouts import creatable, link_prices, random_layout
@@ -302,3 +306,22 @@ def test_a_way_that_was_priced_can_be_gone() -> None:
     found = redistributor.plan(halo, batch, shape, 4)
     assert found.seconds == pytest.approx(priced)
     assert [step.after for step in found.steps] == [rows, batch]
+
+
+def test_rows_travel_to_the_ranks_of_their_experts_and_back() -> None:
+    """A rank sends what it has, 16 of 64 bytes; a sum of two summands comes back as 2/4 of 64."""
+    routed, few = (Layout(((), ()), (("a", op),)) for op in ("routed", sum_of(2)))
+    assert steps(plan(ROWS, routed, (8, 8))) == [(SendRows, ("a",), 16, 17.0)]
+    assert steps(plan(few, ROWS, (8, 8))) == [(ReturnRows, ("a",), 32, 33.0)]
+    assert steps(plan(few, R2, (8, 8)))[-1][0] is AllGather
+    # The last dim is that of a row: nothing of it is a row's place.
+    assert [kind for kind, *_ in steps(plan(COLUMNS, routed, (8, 8)))] == [AllToAll, SendRows]
+    assert [kind for kind, *_ in steps(plan(few, COLUMNS, (8, 8)))] == [ReturnRows, AllToAll]
+
+
+def test_ranks_share_experts_over_all_axes_at_once() -> None:
+    """Rows of the parts over one axis are not there for the parts over two."""
+    one, both = (Layout(((), ()), tuple((axis, "routed") for axis in axes)) for axes in ("a", "ab"))
+    assert steps(plan(R2, both, (8, 8), TWO_AXES)) == [(ToRouted, ("a", "b"), 0, 0.0)]
+    with pytest.raises(ShardingError, match="no redistribution"):
+        plan(one, both, (8, 8), TWO_AXES)

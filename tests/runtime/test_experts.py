@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, find_plan
 from tests.api.programs import full, parallel
+from tests.lower.test_own_rows import Experts as RoutedExperts
+from tests.lower.test_own_rows import wire
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 
@@ -80,6 +82,45 @@ def test_rows_are_those_of_own_experts(ranks: RankPool, backend: str) -> None:
     assert all(product.results[0].layout.partial == (("ep", "routed"),) for product in products)
     wanted, parameters = _losses(0, (), None)
     for losses, found in ranks.run(partial(_losses, **options), (("ep", 2),), pins, world=2):
+        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+        for got, alone in zip(found, parameters, strict=True):
+            torch.testing.assert_close(got, alone, rtol=1e-10, atol=1e-11)
+
+
+def _parts(rank: int, chosen: int, backend: str) -> tuple[list[float], list[Tensor], set[str]]:
+    """Of a rank that has its part of each batch; rank -1: of one process."""
+    torch.manual_seed(0)
+    model: nn.Module = RoutedExperts(12 // chosen, chosen).double()
+    dim, steps = chosen - 1, set[str]()
+    batch = lambda step: torch.randn(4, 4, 7, dtype=torch.float64, generator=seeded(step))
+    mine = lambda step: batch(step) if rank < 0 else batch(step).chunk(2, dim)[rank]
+    if rank >= 0:
+        options = {"in_placements": [Shard(dim)], "profile": wire(), "backend": backend, "tune": "first"}
+        pins = {"up": [Shard(0)], "down": [Shard(0)]}
+        model = parallel(model, (("ep", 2),), (mine(0),), constraints=pins, **options)
+        steps = {step.name for step in model.autoshard_plan.collectives}  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = list[float]()
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(mine(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(full(loss)))
+    return losses, [full(parameter) for parameter in model.parameters()], steps
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_rows_alone_travel(ranks: RankPool, backend: str, chosen: int) -> None:
+    """There with one expert a token, and back with two; each step other numbers of them."""
+    wanted, parameters, _ = _parts(-1, chosen, backend)
+    for losses, found, steps in ranks.run(_parts, chosen, backend, world=2):
+        assert {1: "send_rows", 2: "return_rows"}[chosen] in steps
         torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
         for got, alone in zip(found, parameters, strict=True):
             torch.testing.assert_close(got, alone, rtol=1e-10, atol=1e-11)

@@ -14,10 +14,8 @@ from passes.rules.core.emit_op import (
     again,
     argument,
     aten,
-    constant,
     empty_safe,
     global_tensor,
-    is_empty,
 )
 from passes.rules.core.notation import parse, spec
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule, TensorInfo
@@ -97,8 +95,7 @@ def _routed(call: OpCall, operands: Sequence[Dims], result: Dims, reductions: di
 
 
 def _own_experts(ctx: LocalContext) -> fx.Node:
-    if is_empty(ctx, "g"):
-        return constant(ctx, 0)
+    """Also where it has none: rows of its tokens are sent all the same."""
     first, count = (argument(ctx, name) for name in ("first", "count"))
     if ctx.is_split("g"):
         low, high = ctx.interval("g")

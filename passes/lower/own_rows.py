@@ -1,0 +1,196 @@
+"""Rows of a rank's own experts: in their order, sent there by the ranks of their tokens, and returned."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from passes.ir.graph_pass import int_at, ints_at, shape_of, tensor_at
+from passes.ir.joint import node_values
+from passes.ir.routing import BALANCED
+from passes.layout.layout import nested_sizes
+from passes.lower.row_order import Sorting
+from passes.ops.routed_ops import ROUTED
+from passes.ops.sent_rows import exchange_rows, returned, routes, sent
+from passes.schedule.overlap import issue_key
+
+aten, ours = torch.ops.aten, torch.ops.autoshard
+
+
+class _Routes(NamedTuple):
+    """What `routes` returns."""
+
+    mine: fx.Node
+    back: fx.Node
+    leaving: fx.Node
+    arriving: fx.Node
+    arrived: fx.Node
+    coming: fx.Node
+
+
+def _counted_dim(node: fx.Node) -> int | None:
+    """The dim that counts rows of own experts."""
+    if node.target is ours.own_places.default:
+        return 0
+    if node.target is routes:
+        return None
+    if node.target is operator.getitem and tensor_at(node).target is routes:
+        return 0 if node.args[1] in (3, 4) else None
+    if node.target is exchange_rows:
+        return 0 if "counted" in tensor_at(node, 1).meta else None
+    read = [n.meta["counted"][0] for n in node.all_input_nodes if "counted" in n.meta]
+    whole = node.target in (aten.index_put.default, aten.index_add.default)
+    if not read or whole or (node.target is ours.grouped_mm.default and node.meta["val"].ndim == 3):
+        return None
+    (dim, *_) = read
+    if node.target is aten.permute.default:
+        return ints_at(node, 1).index(dim)
+    if node.target is aten.select.int:
+        return dim - (int_at(node, 1) < dim)
+    return dim + (node.target is aten.unsqueeze.default and int_at(node, 1) <= dim)
+
+
+@dataclass
+class OwnRows(Sorting):
+    """The same where a rank has some of the experts: of the rows of these. How many come is known at run time, so no
+    op is told sizes."""
+
+    routes: dict[tuple[int, ...], _Routes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        write = self._emit
+
+        def counted(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            node = write(like, target, *args, **kwargs)
+            dim = _counted_dim(node)
+            if dim is not None:
+                node.meta["counted"] = dim, self.number
+            return node
+
+        self._emit = counted
+
+    def readers(self) -> list[fx.Node]:
+        return list(self.region.readers)
+
+    def wanted(self) -> set[fx.Node]:
+        told = lambda node: any(list(v.shape) in node.args for v in node_values(node) if v is not None)
+        later = {*self._later(), *self._sent()}
+        return {node for node in self.region.rows & later if not told(node)} - set(self.region.readers)
+
+    def _sent(self) -> Iterator[fx.Node]:
+        """What is made row by row of rows that are sent, also before the ids are known: it is done behind."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            made = node in self.region.rows and not found.isdisjoint(node.all_input_nodes)
+            if made or node.target is sent:
+                found.add(node)
+                yield node
+
+    def _in_order(self, node: fx.Node) -> fx.Node:
+        if node not in self.sorted and node in self._wanted:
+            self._sort(node)
+        return super()._in_order(node)
+
+    def _taken(self, value: fx.Node, places: fx.Node) -> fx.Node:
+        if value.target is not sent:
+            return super()._taken(value, places)
+        part, routes = tensor_at(value, 1), self._routes(value)
+        rows = super()._taken(part, routes.mine)
+        arrived = self._exchanged(value, rows, self._order, routes.leaving, routes.coming)
+        return self._emit(value, aten.index.Tensor, arrived, [routes.arrived])
+
+    def _returned(self, mark: fx.Node, node: fx.Node, rows: fx.Node) -> None:
+        """Rows go back to their tokens. node: `own_rows` or `sum_rows`."""
+        routes = self._routes(mark)
+        leaving = self._emit(mark, aten.index.Tensor, rows, [routes.arriving])
+        found = self._exchanged(mark, leaving, routes.mine, routes.coming, routes.leaving)
+        found = self._emit(mark, aten.index.Tensor, found, [routes.back])
+        summed = node.target is ours.sum_rows.default
+        shape, dim = [*shape_of(mark)], len(self._shape) - 1
+        if summed:
+            shape.insert(dim, self._shape[dim])
+        found = self._emit(mark, aten.view.default, found, shape)
+        mark.replace_all_uses_with(
+            self._emit(mark, aten.sum.dim_IntList, found, [dim], False) if summed else found
+        )
+
+    def _exchanged(self, mark: fx.Node, *operands: fx.Node) -> fx.Node:
+        """In the turn of what `mark` is for, or behind the ids, which say where rows go."""
+        started = self._emit(mark, exchange_rows, *operands, mark.args[-1])
+        waited = self._emit(mark, torch.ops._c10d_functional.wait_tensor.default, started)
+        late = self.turn is not None and self.turn > issue_key(mark)[0]
+        for made in (started, waited):
+            made.meta = {**mark.meta, **made.meta}
+            if late:
+                made.meta["turn"] = (*self.turn, 1)  # type: ignore[misc]
+                made.meta.pop("later", None)
+        return waited
+
+    def _routes(self, mark: fx.Node) -> _Routes:
+        dim, sizes, index, ways = mark.args[2:6]
+        key = dim, *sizes  # type: ignore[misc]
+        if key not in self.routes:
+            experts = list(nested_sizes(self.experts, tuple(ways)))  # type: ignore[arg-type]
+            made = self._emit(mark, routes, self._ids, self._order, dim, sizes, index, experts)
+            self.routes[key] = _Routes(*(self._emit(mark, operator.getitem, made, i) for i in range(6)))
+        return self.routes[key]
+
+    def _invert(self, like: fx.Node) -> None:
+        """Rows of own experts are a part of the order; groups begin with it."""
+        first, count = (int_at(self._products[0], i) for i in (-2, -1))
+        emit = self._emit
+        routing = self._products[0].meta.get("routing", BALANCED)
+        length = routing.reckoned(self._length, self.experts, count)
+        self._order = emit(like, ours.own_places.default, self._order, self._ends, first, length)
+        if first:
+            begin = emit(like, aten.select.int, self._ends, 0, first - 1)
+            self._ends = emit(like, aten.sub.Tensor, self._ends, begin)
+
+    def _flat(self, x: fx.Node) -> fx.Node:
+        for _ in self._shape[1:]:
+            x = self._emit(x, aten.select.int, x, 0, 0)
+        return x
+
+    def _apart(self, x: fx.Node) -> fx.Node:
+        for _ in self._shape[1:]:
+            x = self._emit(x, aten.unsqueeze.default, x, 0)
+        return x
+
+    def _product(self, node: fx.Node) -> None:
+        if node.target in ROUTED:
+            super()._product(node)
+        else:
+            rows = self._flat(self._in_order(tensor_at(node)))
+            for mark in [user for user in node.users if user.target is returned and user.args[1] is node]:
+                if int_at(mark, 2) < len(self._shape) - (node.target is ours.sum_rows.default):
+                    with self.graph.inserting_before(mark):
+                        self._returned(mark, node, rows)
+            end = self._unsorted if node.target is ours.own_rows.default else self._summed
+            node.replace_all_uses_with(end(node, rows))
+
+    def _summed(self, node: fx.Node, rows: fx.Node) -> fx.Node:
+        """In float32 at least, as a sum is."""
+        dtype = rows.meta["val"].dtype
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        rows = rows if wide is dtype else self._emit(node, aten._to_copy.default, rows, dtype=wide)
+        token = self._emit(node, aten.floor_divide.default, self._order, self._shape[-1])
+        shape = [self._length // self._shape[-1], *shape_of(rows)[1:]]
+        total = self._emit(node, aten.index_add.default, self._zeros(rows, shape), 0, token, rows)
+        total = total if wide is dtype else self._emit(node, aten._to_copy.default, total, dtype=dtype)
+        return self._emit(node, aten.view.default, total, list(shape_of(node)))
+
+    def _unsorted(self, node: fx.Node, rows: fx.Node) -> fx.Node:
+        zeros = self._zeros(rows, [self._length, *shape_of(rows)[1:]])
+        found = self._emit(node, aten.index_put.default, zeros, [self._order], rows)
+        return self._emit(node, aten.view.default, found, list(shape_of(node)))
+
+    def _zeros(self, like: fx.Node, shape: list[int]) -> fx.Node:
+        value = like.meta["val"]
+        kind = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        return self._emit(like, aten.full.default, shape, 0, **kind)

@@ -1,0 +1,134 @@
+"""Rows of own experts: sent there by the ranks of their tokens, and returned, instead of gathered and scattered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard import MeshSpec, Plan, find_plan
+from autoshard.planning import canonical_capture
+from autoshard.verification.part_errors import shard_of
+from cost_model.profile import Profile
+from passes.ir.joint import JointGraph
+from passes.lower.partition import partition
+from passes.lower.phases import Phases, split_phases
+from passes.ops.routed_ops import routed_mm
+from passes.ops.sent_rows import exchange_rows, returned, sent
+from passes.schedule.schedule import scheduled
+from passes.simulate.lockstep import simulated_groups
+from tests.schedule.planned import run_phases, shards
+
+
+class Experts(nn.Module):
+    """As many experts as are wanted of each token, between a router and a weighted sum."""
+
+    def __init__(self, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.router = nn.Linear(7, experts)
+        self.up = nn.Parameter(torch.randn(experts, 7, 13))
+        self.down = nn.Parameter(torch.randn(experts, 13, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(self.chosen, -1)
+        rows = x[:, :, None, :].expand(*ids.shape, 7)
+        hidden = routed_mm(rows, self.up, ids, 0, len(self.up)).relu()
+        y = routed_mm(hidden, self.down, ids, 0, len(self.down)) * weights[..., None]
+        return (x + y.sum(2)).square().mean()
+
+
+def wire() -> Profile:
+    """Where bytes on the wire alone count."""
+    cpu = Profile.named("cpu")
+    links = tuple(
+        replace(link, latency_seconds=1e-12, bytes_per_second=link.bytes_per_second / 1e6)
+        for link in cpu.links
+    )
+    return replace(cpu, links=links, collective_launch_seconds=1e-12)
+
+
+def planned(model: nn.Module, x: Tensor, mesh: MeshSpec, dim: int) -> Plan:
+    """Experts are split over the axes but dp, which have parts of the tokens in `dim`. x: of all ranks."""
+    experts = [Replicate() if axis == "dp" else Shard(0) for axis in mesh.names]
+    tokens = [Shard(0 if axis == "dp" else dim) for axis in mesh.names]
+    for placement, count in zip(tokens, mesh.sizes, strict=True):
+        x = x.tensor_split(count, placement.dim)[0]
+    pins = {"up": experts, "down": experts}
+    return find_plan(model, mesh, (x,), profile=wire(), constraints=pins, in_placements=(tokens,))
+
+
+def programs(joint: JointGraph, plan: Plan) -> list[Phases]:
+    groups, mesh = simulated_groups(plan.mesh), plan.mesh
+    modules = [partition(joint, plan.planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
+    return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "chosen", "dim", "steps"),
+    [
+        ({"ep": 4}, 6, 2, 1, {"send_rows", "return_rows"}),  # one rank has no expert
+        ({"ep": 3}, 4, 1, 1, {"send_rows"}),
+        pytest.param({"ep": 4}, 12, 1, 0, {"send_rows"}, marks=pytest.mark.slow),
+        pytest.param({"a": 2, "b": 2}, 8, 1, 0, {"send_rows"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_travel_alone(
+    mesh: dict[str, int], experts: int, chosen: int, dim: int, steps: set[str]
+) -> None:
+    """Loss and gradients of every rank's program are those of the model."""
+    torch.manual_seed(0)
+    model = Experts(experts, chosen).double()
+    size = 6 if mesh == {"ep": 3} else 8
+    x = torch.randn(size, size, 7, dtype=torch.float64)
+    joint = canonical_capture(model, (x,), {}).joint
+    plan = planned(model, x, MeshSpec(mesh), dim)
+    moved = [step.name for step in plan.collectives if "_rows" in step.name]
+    assert set(moved) == steps
+    ranks = programs(joint, plan)
+    for phases in ranks:
+        assert phases.backward is not None
+        nodes = [*phases.forward.graph.nodes, *phases.backward.module.graph.nodes]
+        assert sum(node.target is exchange_rows for node in nodes) == len(moved)
+        assert not any(node.target in (sent, returned) for node in nodes)
+    named = dict(model.named_parameters())
+    given = {"param": lambda spec: named[spec.name].detach(), "input": lambda _: x}
+    ones = lambda _: torch.ones((), dtype=torch.float64)
+    values = [given.get(spec.kind, ones)(spec) for _, spec in joint.given]
+    mesh_ = plan.mesh
+    found = run_phases(joint, ranks, shards(joint, plan.planned.layouts, mesh_, values), mesh_, scheduled)
+    loss = model(x)
+    wanted = {"output": loss.detach()}
+    wanted |= dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    ends = [(i, spec) for i, (spec, node) in enumerate(joint.returned) if node is not None]
+    for (i, spec), layout in zip(ends, plan.planned.layouts["output"].operands, strict=True):
+        whole = wanted["output" if spec.kind == "output" else spec.name]
+        for rank in range(mesh_.device_count):
+            got = sum(found[r][i] for r in mesh_.group(rank, [axis for axis, _ in layout.partial]))
+            own = shard_of(whole, layout, mesh_, rank)
+            torch.testing.assert_close(got, own, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_who_sends_what(dim: int) -> None:
+    """Row by row: ranks 0, 1 and 2 have 2, 0 and 3 of 5 tokens along `dim`, and experts 0, 1 and 2, none, and 3."""
+    ids = torch.randint(0, 4, (5, 5, 2), generator=torch.Generator().manual_seed(dim))
+    sizes, experts = [2, 0, 3], [3, 0, 1]
+    owner = lambda expert: 0 if expert < 3 else 2
+    source = lambda place: 0 if (place // 10 if dim == 0 else place // 2 % 5) < 2 else 2
+    flat = ids.flatten().tolist()
+    for rank in range(3):
+        places = [p for expert in range(4) for p, e in enumerate(flat) if e == expert and owner(e) == rank]
+        mine, back, leaving, arriving, arrived, coming = torch.ops.autoshard.routes(
+            ids, torch.tensor(places, dtype=torch.int64), dim, sizes, rank, experts
+        )
+        own = ids.split(sizes, dim)[rank].flatten()
+        assert own[mine].tolist() == sorted(own.tolist()) and mine[back].tolist() == [*range(len(own))]
+        assert leaving.tolist() == [sum(owner(e) <= to for e in own.tolist()) for to in range(3)]
+        assert coming.tolist() == [sum(source(p) <= by for p in places) for by in range(3)]
+        assert [places[i] for i in arriving] == [p for by in range(3) for p in places if source(p) == by]
+        assert arriving[arrived].tolist() == [*range(len(places))]
