@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -73,11 +74,12 @@ class MarkRows(GraphPass):
         return joint
 
 
-_ENDS = {
-    ours.own_rows.default: lambda ids: sum_of(1),
-    ours.sum_rows.default: lambda ids: sum_of(ids[-1]),
-}
-"""What ends rows -> what its result is, where experts are split. ids: their shape."""
+def _ended(target: Any, ids: tuple[int, ...]) -> str:
+    """How a result of the op is pending, where experts are split. ids: their shape."""
+    if target is ours.own_rows.default:
+        return sum_of(1)
+    return sum_of(ids[-1]) if target is ours.sum_rows.default else "sum"
+
 
 LAST: tuple[GraphPass, ...] = (EndRows(), InsertUses(), MarkRows())
 """Of every graph that is searched: only marks look through a use."""
@@ -111,7 +113,7 @@ class Region:
             if node.target is not operator.getitem:
                 read = enumerate(tensor_operands(node)[: READ_ROWS.get(node.target)])
                 routed = (i for i, operand in read if operand not in self.others and has_rows(operand, shape))
-                pending = ROUTED if node in self.rows else _ENDS.get(node.target, lambda ids: "sum")(shape)
+                pending = ROUTED if node in self.rows else _ended(node.target, shape)
                 pending = None if node.target is ours.routed_outer.default else pending
                 node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending, routing)
 

@@ -133,10 +133,11 @@ class OwnRows(Sorting):
         return waited
 
     def _routes(self, mark: fx.Node) -> _Routes:
-        dim, sizes, index, ways = mark.args[2:6]
-        key = dim, *sizes  # type: ignore[misc]
+        args: tuple[Any, ...] = mark.args
+        dim, sizes, index, ways = args[2:6]
+        key = (dim, *sizes)
         if key not in self.routes:
-            experts = list(nested_sizes(self.experts, tuple(ways)))  # type: ignore[arg-type]
+            experts = list(nested_sizes(self.experts, tuple(ways)))
             made = self._emit(mark, routes, self._ids, self._order, dim, sizes, index, experts)
             self.routes[key] = _Routes(*(self._emit(mark, operator.getitem, made, i) for i in range(6)))
         return self.routes[key]

@@ -76,9 +76,10 @@ them: their positions among `places`, the inverse, where those of each rank end.
 
 
 def _exchange_rows(a: Tensor, like: Tensor, sent: Tensor, received: Tensor, group_name: str) -> Tensor:
-    counts = torch.stack((received, sent)).diff(dim=1, prepend=received.new_zeros(2, 1)).tolist()
+    both = torch.stack((received, sent))
+    coming, leaving = both.diff(dim=1, prepend=both.new_zeros(2, 1)).tolist()
     rows = a.view(torch.uint8) if a.dtype == torch.bool else a
-    arrived = all_to_all(rows[: sum(counts[1])].contiguous(), *counts, group_name).view(a.dtype)
+    arrived = all_to_all(rows[: sum(leaving)].contiguous(), coming, leaving, group_name).view(a.dtype)
     missing = like.shape[0] - arrived.shape[0]
     if not missing:
         return arrived
