@@ -14,7 +14,14 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.operator_calls import attention_for, ctc_loss, grouped_functions, grouped_product, pad
+from passes.capture.operator_calls import (
+    attention_for,
+    ctc_loss,
+    grouped_functions,
+    grouped_product,
+    multilabel_margin_loss,
+    pad,
+)
 from passes.capture.packed_calls import PACKED
 from passes.capture.row_table import ROWS
 from passes.capture.rows import Rows, one_choice, rows_in, unknown
@@ -234,6 +241,7 @@ _ANSWERED: dict[Any, Callable[..., Any]] = {
     F.pad: pad,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
+    F.multilabel_margin_loss: multilabel_margin_loss,
     F.embedding: _dense(F.embedding),
     F.embedding_bag: _dense(F.embedding_bag),
     torch.gather: _dense_gather(torch.gather),

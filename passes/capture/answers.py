@@ -65,7 +65,7 @@ class _Search(Generic[T]):
         for _ in range(100):  # one is the rule; each kind of question takes one or two more
             run = self._run(self._answers, self._guesses)
             if not self._corrected(run):
-                self._check(run.asked)
+                self._check(run)
                 errors = [
                     self._errors.get(run.asked[_first(run.asked, i)].lines) for i in range(len(run.asked))
                 ]
@@ -111,7 +111,9 @@ class _Search(Generic[T]):
                 return True
         raise Undecided(used[-1][1].place) if used and isinstance(error, TypeError) else error
 
-    def _check(self, asked: Sequence[Question]) -> None:
+    def _check(self, run: Questions) -> None:
+        asked, history = run.asked, run.history
+        assert history is not None
         for place, question in enumerate(asked):
             if _first(asked, place) < place or question.is_awaited:
                 continue
@@ -120,7 +122,8 @@ class _Search(Generic[T]):
             known = question.known
             decided = known.is_plain if question.is_branch else known.value is not None
             raises = self._errors.get(question.lines) is not None
-            if place >= self._sure and not (decided or known.is_finite or raises):
+            is_known = decided or known.is_finite or raises
+            if place >= self._sure and not (is_known or history.chooses(question.value)):
                 raise Undecided(question.place)
 
     def _other_side(self, asked: Sequence[Question], place: int) -> Exception | None:

@@ -180,14 +180,17 @@ def select_backward(grad: Tensor, shape: Sequence[int], dim: int, index: int) ->
 def slice_scatter(
     x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """x[..., start:end, ...] = src, as the three pieces side by side."""
-    if step != 1:
-        return NotImplemented
+    """x[..., start:end, ...] = src, as the three pieces side by side; every `step`-th: each place's own or from src."""
     dim %= x.ndim
     size = x.shape[dim]
     low, high = _bounds(size, start, end)
     window = [*x.shape]
-    window[dim] = high - low
+    window[dim] = -((low - high) // step)
+    if step != 1 and window[dim]:
+        place = torch.arange(size, device=x.device) - low
+        here = (place >= 0) & (place < high - low) & (place % step == 0)
+        taken = src.to(x.dtype).expand(window).index_select(dim, place.clamp(0, high - low - 1) // step)
+        return laid_as(x, torch.where(here.reshape(-1, *[1] * (x.ndim - dim - 1)), taken, x))
     pieces = [src.to(x.dtype).expand(window)]
     if low > 0:
         pieces.insert(0, aten.slice.Tensor(x, dim, 0, low))

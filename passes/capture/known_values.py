@@ -14,11 +14,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.ir.joint import CPU, ancestors, node_value, tensor_operands
-from passes.ir.op_traits import draws, is_product
+from passes.ir.op_traits import draws, is_product, is_view
 from passes.ir.torch_sizes import computed
 from passes.ir.torch_tracing import fake_of, tracing_suspended
 
 aten = torch.ops.aten
+_COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
+_CHOICES = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1}
+"""By a mask, which argument that is."""
+_COPIES = (aten._to_copy.default, aten.clone.default)
 _TESTS = (aten.isinf.default, aten.isnan.default)
 _SAME: dict[Any, bool] = {aten.eq.Tensor: True, aten.ne.Tensor: False}
 _OTHER: dict[Any, bool] = {aten.eq.Scalar: False, aten.ne.Scalar: True}
@@ -79,9 +83,28 @@ class History:
         with tracing_suspended(), torch.no_grad():
             return _known(node, self._real)
 
+    def filled(self, tensor: Tensor) -> Tensor | None:
+        """What a truth is as long as the mask that it asks about has any value that is true; None: it asks of more."""
+        with tracing_suspended():
+            asked = _of_a_mask(self._node(fake_of(tensor)))
+        return None if asked is None else asked[0]
+
+    def chooses(self, tensor: Tensor) -> bool:
+        """Whether the mask that it so asks about has chosen values: then there is nothing to do where none is true."""
+        with tracing_suspended():
+            asked = _of_a_mask(self._node(fake_of(tensor)))
+        chosen = {
+            self._number(_source(node.args[place]))  # type: ignore[arg-type]
+            for target, place in _CHOICES.items()
+            for node in self._graph.find_nodes(op="call_function", target=target)
+        }
+        return asked is not None and self._number(asked[1]) in chosen
+
     def number(self, tensor: Tensor) -> str:
         """The same for values that are computed alike."""
-        asked = self._node(fake_of(tensor))
+        return self._number(self._node(fake_of(tensor)))
+
+    def _number(self, asked: fx.Node) -> str:
         for node in sorted(ancestors([asked]) - self._numbers.keys(), key=_place):
             arguments = repr(fx.map_arg((node.args, node.kwargs), lambda operand: self._numbers[operand]))
             alone = node.op != "call_function" or draws(node)
@@ -128,6 +151,35 @@ def _if_finite(result: fx.Node, ordered: Sequence[fx.Node]) -> Tensor | None:
         else:
             waiting += tensor_operands(node)
     return computed((node for node in ordered if node in seen), tests)[result]
+
+
+def _of_a_mask(result: fx.Node) -> tuple[Tensor, fx.Node] | None:
+    """A truth about whether any value of one mask is true, and that mask: `mask.any()`, `mask.sum() > 0`, not so."""
+    waiting, seen, masks = [result], set[fx.Node](), dict[fx.Node, fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        seen.add(node)
+        operands = tensor_operands(node) if node.op == "call_function" else []
+        mask = _source(operands[0]) if node.target in _COUNTS else None
+        if mask is not None and node_value(mask).dtype == torch.bool:
+            masks[node] = mask
+        elif not operands or node_value(node).numel() != 1:
+            return None
+        else:
+            waiting += operands
+    if len(set(masks.values())) != 1:
+        return None
+    ordered = sorted(seen, key=_place)
+    told = lambda count: {node: torch.full((), count).to(node_value(node).dtype) for node in masks}
+    none, one, many = (computed(ordered, told(count))[result].reshape(()) != 0 for count in (0, 1, 2**20))
+    return (one, next(iter(masks.values()))) if one == many != none else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Of which it is a view, or the same numbers."""
+    while node.op == "call_function" and (is_view(node) or node.target in _COPIES):
+        (node,) = tensor_operands(node)
+    return node
 
 
 def _passes_test(node: fx.Node) -> bool | None:

@@ -182,6 +182,29 @@ def _circular(x: Tensor, pads: list[int], value: float | None) -> Tensor:
     return circular_pad(cut, pads) if any(pads) else cut.clone()
 
 
+def multilabel_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """The same arguments and result as `torch.nn.functional.multilabel_margin_loss`; what torch itself traces counts
+    labels behind the first -1 as label 0 (torch 2.13)."""
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    if target.shape != input.shape or input.dim() not in (1, 2) or reduction not in _REDUCTIONS:
+        shapes = f"{list(target.shape)} for input of {list(input.shape)}"
+        raise ValueError(f"multilabel_margin_loss: target of shape {shapes}, reduction={reduction!r}")
+    given = (target < 0).cumsum(-1) == 0
+    labels = torch.where(given, target, 0)
+    right = F.one_hot(labels, input.shape[-1]).mul(given.unsqueeze(-1)).sum(-2) > 0
+    over = torch.relu(1 - input.gather(-1, labels).unsqueeze(-1) + input.unsqueeze(-2))
+    counts = given.unsqueeze(-1) & ~right.unsqueeze(-2)
+    each = torch.where(counts, over, 0.0).sum((-2, -1)) / input.shape[-1]
+    return each if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
+
+
 _REDUCTIONS = ("none", "mean", "sum")
 
 

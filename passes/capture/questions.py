@@ -44,7 +44,8 @@ class RunEnded(Exception):
 class Question:
     """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing;
     `AWAITED`: that it will be known. known: what is known of the value, and number: what it has in common with values
-    that are computed alike, in a run that looks for answers.
+    that are computed alike, in a run that looks for answers; filled: what it is as long as the mask of which it asks
+    whether any is true has such.
 
     lines: those of the user's code that lead to it, to tell questions apart. place: the innermost, to be read."""
 
@@ -54,6 +55,7 @@ class Question:
     place: str
     known: Known
     number: str
+    filled: Tensor | None = None
 
     @property
     def is_branch(self) -> bool:
@@ -218,7 +220,8 @@ class Questions:
         known, number = Known(), ""
         if self.history is not None:
             known, number = self.history.known(value), self.history.number(value)
-        question = Question(value, None, lines, place, known, number)
+        filled = None if self.history is None else self.history.filled(value)
+        question = Question(value, None, lines, place, known, number, filled)
         question = replace(question, answer=self._told(question))
         self.asked.append(question)
         return question.answer
@@ -235,7 +238,8 @@ class Questions:
         for twin in self.asked:
             if question.number and twin.number == question.number and not twin.is_awaited:
                 return twin.answer
-        return self.guesses.get(question.lines, NO) if self._asks and question.is_branch else None
+        guess = NO if question.filled is None else question.filled
+        return self.guesses.get(question.lines, guess) if self._asks and question.is_branch else None
 
     def _again(self, place: str) -> Tensor | None:
         """What all questions of that line were answered, if they were answered alike."""

@@ -50,6 +50,14 @@ def copied_node(
     return copy
 
 
+def copied_input(graph: torch.fx.Graph, node: torch.fx.Node, name: str | None = None) -> torch.fx.Node:
+    """A placeholder named as `node`, or `name`, with its meta. `graph.placeholder` would call `A_log` `a_log`."""
+    name = name or node.name
+    copy = graph.create_node("placeholder", name, name=name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
 def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[None]:
     """Inside, on this thread, calls of these ops run the given functions first, before autograd sees them. A function
     that calls its op again reaches torch."""

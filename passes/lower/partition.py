@@ -16,7 +16,7 @@ from passes.ir.joint import JointGraph, map_operands, node_value, result_index, 
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
-from passes.ir.torch_dispatch import copied_node
+from passes.ir.torch_dispatch import copied_input, copied_node
 from passes.layout.layout import RING, Layout, NodeLayouts, Span
 from passes.lower.interior import exchange_before, in_parts, interior_of
 from passes.lower.op_on_rank import Arrival, OpOnRank, RankRing, Served
@@ -134,7 +134,7 @@ class _Writer:
         return RankGraph(lazy_module(self.graph), values, self.transfers)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
-        local = self.graph.create_node("placeholder", node.name, name=node.name)  # as it is written
+        local = copied_input(self.graph, node)
         value = node_value(node)
         layout = self.planned.layouts[node.name].results[0]
         shape = layout.local_shape(value.shape, self.mesh, self.rank)

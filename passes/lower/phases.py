@@ -13,7 +13,7 @@ from passes.ir.joint import GraphInput, GraphOutput, ancestors, on_demand, resul
 from passes.ir.op_traits import is_cheap, is_collective, is_view, numel
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
-from passes.ir.torch_dispatch import copied_node, input_nodes
+from passes.ir.torch_dispatch import copied_input, copied_node, input_nodes
 from passes.lower.recompute import choose_saved
 from passes.lower.sort_rows import with_sorted_rows
 from passes.states.compute_again import runs_again
@@ -183,8 +183,7 @@ def extract(
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        new[node] = graph.placeholder(node.name)
-        new[node].meta = dict(node.meta)
+        new[node] = copied_input(graph, node)
     for node in ops:
         new[node] = copied_node(graph, node, new.__getitem__)
     graph.output(tuple(None if node is None else new[node] for node in results))

@@ -18,7 +18,7 @@ from passes.ir.graph_pass import duplicate_module, erase_dead, run_rank_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
 from passes.ir.torch_compat import lazy_module
-from passes.ir.torch_dispatch import copied_node, input_nodes
+from passes.ir.torch_dispatch import copied_input, copied_node, input_nodes
 from passes.lower.partition import RankGraph, partition
 from passes.lower.phases import Backward, Phases, exchanges, split_phases, unaliased
 from passes.plan.planned_graph import PlannedGraph
@@ -105,8 +105,7 @@ class _Folder:
             self._op(node)
 
     def _placeholder(self, node: fx.Node) -> None:
-        new = self.graph.create_node("placeholder", node.name, name=node.name)
-        new.meta = dict(node.meta)
+        new = copied_input(self.graph, node)
         self.made[node] = None if node in self.missing else new
 
     def _op(self, node: fx.Node) -> None:

@@ -19,6 +19,7 @@ from passes.ir.joint import JointGraph, map_operands, node_value, result_index, 
 from passes.ir.op_traits import is_use
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, lazy_module
+from passes.ir.torch_dispatch import copied_input
 from passes.layout.layout import Layout
 from passes.lower.op_on_rank import OpOnRank
 from passes.micro_batches.run_times import RunTime, RunTimes
@@ -82,8 +83,7 @@ class PieceWriter:
 
     def place(self, node: fx.Node) -> None:
         """An input of the call, as it is."""
-        self.made[node] = self.graph.placeholder(node.name)
-        self.made[node].meta = dict(node.meta)
+        self.made[node] = copied_input(self.graph, node)
 
     def once(self, node: fx.Node, operands: Sequence[fx.Node], **meta: Any) -> None:
         """An op that runs whole."""

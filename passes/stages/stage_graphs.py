@@ -16,6 +16,7 @@ from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.op_traits import when_run
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
+from passes.ir.torch_dispatch import copied_input
 from passes.stages.assign_stages import Assigned, assign_stages, assigned_like
 from passes.stages.graph_parts import GraphParts, base, graph_parts, operands, tensor_kind
 from passes.stages.stage_graph import Crossing, StageGraph
@@ -210,7 +211,7 @@ class _Builder:
         self, node: fx.Node, spec: GraphInput, name: str | None = None, *, known: bool = True
     ) -> fx.Node:
         """known: whether the input is the value of `node`."""
-        new = self.graph.placeholder(name or node.name)
+        new = copied_input(self.graph, node, name)
         new.target = new.name  # names are made unique; the generated signature prints the target
         kept = {key: node.meta[key] for key in ("module", "source") if key in node.meta}
         new.meta = {**kept, "val": node.meta["val"], "phase": "forward"}

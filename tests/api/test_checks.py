@@ -95,3 +95,43 @@ def test_answers_that_do_not_hold() -> None:
         with pytest.raises(Otherwise) as caught:
             Checks(call)(outputs, later=False)
         assert len(caught.value.answers) == count and "test_checks.py" in caught.value.place
+
+
+class Experts(nn.Module):
+    """A loop over experts that skips those to which no row goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros(len(x), 8)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == i)
+            if rows.numel() == 0:
+                continue
+            out.index_add_(0, rows, expert(x[rows]))
+        return out.square().mean()
+
+
+def routed(rank: int, axes: Axes | None) -> list[float]:
+    model = Experts()
+    if axes is not None:
+        parallel(model, axes)
+    torch.manual_seed(1)
+    x, optimizer, losses = torch.randn(8, 4), torch.optim.SGD(model.parameters(), lr=0.1), []
+    for rows in (x, x[:1].expand(8, 4), x):  # to both, to one, to both
+        optimizer.zero_grad()
+        loss = model(rows)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_experts_without_rows_are_skipped(ranks: RankPool) -> None:
+    for losses in ranks.run(routed, LINE, world=2):
+        assert_close(losses, routed(0, None))
+    ((_, first), (_, second)) = capture(Experts(), (torch.randn(8, 4),), {}).call.checks
+    assert first.error is second.error is None and not (first.answer or second.answer)

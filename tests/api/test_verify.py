@@ -155,6 +155,24 @@ def test_dropout_is_compared_with_the_same_numbers() -> None:
     assert verify(model, plan, (data()[0],)).ok
 
 
+def test_parameters_may_be_named_in_capitals() -> None:
+    """As BERT's LayerNorm and Mamba's A_log; one of the same letters is another."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.A, self.a = nn.Parameter(torch.rand(8, 8)), nn.Parameter(torch.rand(8, 8))
+            self.LayerNorm = nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.LayerNorm(x @ self.A)) @ self.a
+
+    model, x = Named(), torch.rand(4, 8)
+    for pieces in (1, 2):
+        plan = find_plan(model, MeshSpec({"x": 2}), (x,), profile=slow_compute(), micro_batches=pieces)
+        assert verify(model, plan, (x,)).ok
+
+
 def test_values_are_needed() -> None:
     with torch.device("meta"):
         model = nn.Linear(10, 5)

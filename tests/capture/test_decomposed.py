@@ -16,6 +16,7 @@ from passes.capture.capture import capture
 from passes.ir.joint import JointGraph
 from passes.rules.core.rule_registry import is_fallback
 from tests.canonicalize.graphs import joint_of, run
+from tests.capture.running import check
 
 aten = torch.ops.aten
 
@@ -52,6 +53,8 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "eigh": lambda x: torch.linalg.eigh(_matrices(x)).eigenvalues,
     "svdvals": lambda x: torch.linalg.svdvals(x),
     "matrix exp": lambda x: torch.linalg.matrix_exp(_matrices(x) / 50),
+    "every third": lambda x: torch.slice_scatter(x * 1, x[..., 1:3] * 5, 2, 1, 5, 3),
+    "every second, to the end": lambda x: torch.slice_scatter(x * 1, x[:, ::2] * 5, 1, -4, 10, 2),
     "diagonal": lambda x: x.diagonal(1, 0, 2) * x.diagonal(1, 0, 2),
     "diagonal, below": lambda x: x.diagonal(-2, 1, 2).exp(),
     "diagonal scatter": lambda x: torch.diagonal_scatter(x * 1, x[0, :, :3] * 5, -1, 2, 0),
@@ -99,6 +102,20 @@ def test_values_gradients_and_rules() -> None:
         for mine, eager in zip(found, (wanted, *gradient), strict=True):
             torch.testing.assert_close(mine, eager, rtol=1e-9, atol=1e-9, msg=name)
         assert not _left(joint), f"{name}: {_left(joint)}"
+
+
+LABELS = torch.tensor([[3, 1, -1, 2, 0], [-1, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 0, -1, -1, 1]])
+
+
+def test_labels_behind_the_first_that_is_none_do_not_count() -> None:
+    """Those of a row end at -1; torch's own traced form counts what is behind it as label 0."""
+
+    class Loss(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            each = nn.MultiLabelMarginLoss(reduction="none")(x, labels)
+            return each, nn.functional.multilabel_margin_loss(x[0], labels[0])
+
+    check(Loss(), torch.randn(4, 5, requires_grad=True), LABELS)
 
 
 class _Warped(nn.Module):

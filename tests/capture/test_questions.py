@@ -105,9 +105,19 @@ def within_torch(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return torch.nn.functional.pad(h, (0, (m.limit > 0).sum()))
 
 
+def any_row(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Some number is above the mean, and none above the largest, by which nothing is chosen."""
+    above = h > h.mean()
+    if not above.any():
+        return h
+    if (h >= h.max()).sum() * 3 < 1:
+        raise ValueError("no largest")
+    return h.masked_fill(above, 0.0) if above.sum() >= 1 else -h
+
+
 ACCEPTED = [
     of_an_input, asserted, of_what_is_computed, asked_again, torch_checks, distribution, clamped, clamped_first, equal,
-    two_sides_of_an_input, a_number, in_a_checkpoint, within_torch,
+    two_sides_of_an_input, any_row, a_number, in_a_checkpoint, within_torch,
 ]  # fmt: skip
 
 
@@ -154,11 +164,23 @@ def both_sides(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h if h.sum() > 0 else -h
 
 
+def of_a_mask_that_chooses_nothing(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h if (h > 0).any() else -h
+
+
+def of_more_than_one_row(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h.masked_fill(h > 0, 0.0) if (h > 0).sum() > 1 else h
+
+
 def a_computed_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * h.max().item()
 
 
-@pytest.mark.parametrize("rest", [both_sides, a_computed_number], ids=lambda rest: rest.__name__)
+@pytest.mark.parametrize(
+    "rest",
+    [both_sides, of_a_mask_that_chooses_nothing, of_more_than_one_row, a_computed_number],
+    ids=lambda rest: rest.__name__,
+)
 def test_two_sides_of_what_is_computed(rest: Rest) -> None:
     assert "the value of a tensor decides what runs next" in error_at(rest, 1)
 
