@@ -179,10 +179,9 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "all_gather": "#2563eb",
         "reduce_scatter": "#0f8a5f",
         "all_reduce": "#d92d20",
-        "all_to_all": "#8b35d6",
-        "halo_exchange": "#8b35d6",
-        "halo_reduce": "#8b35d6",
-        "reshard": "#8b35d6",
+        **dict.fromkeys(
+            ("all_to_all", "send_rows", "return_rows", "halo_exchange", "halo_reduce", "reshard"), "#8b35d6"
+        ),
     }
 )
 OTHER = "#b45309"

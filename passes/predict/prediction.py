@@ -15,7 +15,6 @@ from torch import fx
 
 from cost_model.errors import Count, Seconds, Text, Word
 from passes.ir.op_traits import is_collective, is_view, op_name
-from passes.plan.planned_graph import Turn
 from passes.predict.step_events import COLLECTIVE_KINDS, Axes
 from passes.states.compute_again import runs_again
 
@@ -149,7 +148,7 @@ class PredictedCollective:
     exposed: float
     end: float
     times: int = 1
-    turn: Turn | None = None
+    turn: tuple[int, ...] | None = None
 
 
 class Kernel(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -173,7 +172,7 @@ class Moved(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     start: Seconds
     end: Seconds
     exposed: Seconds
-    turn: Turn | None
+    turn: tuple[int, ...] | None
 
     @staticmethod
     def of(one: PredictedCollective) -> Moved:

@@ -15,7 +15,6 @@ from passes.compile.fuse_eager import reduced_in_place
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_collective, is_view, storage_root
 from passes.ops.sent_rows import exchange_rows
-from passes.plan.planned_graph import Turn
 from passes.strategies.prices import Prices, local_seconds
 from passes.strategies.traffic import OpTraffic, TrafficModel, eager_traffic
 
@@ -47,7 +46,7 @@ class Issued:
     kind: str
     axes: Axes
     nbytes: int
-    turn: Turn | None = None
+    turn: tuple[int, ...] | None = None
 
 
 @dataclass

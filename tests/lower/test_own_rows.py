@@ -89,6 +89,7 @@ def test_rows_travel_alone(
     plan = planned(model, x, MeshSpec(mesh), dim)
     moved = [step.name for step in plan.collectives if "_rows" in step.name]
     assert set(moved) == steps
+    assert Plan.from_json(plan.to_json()).step_time == plan.step_time
     ranks = programs(joint, plan)
     for phases in ranks:
         assert phases.backward is not None
