@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -286,7 +287,13 @@ class _SavePretrained:
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
         if kwargs["is_main_process"]:
-            type(self._model).save_pretrained(self._model, *args, **kwargs)  # type: ignore[operator]
+            # It writes into the configuration, of this rank alone, whose next call would be of another model.
+            kept = {name: value for name, value in vars(self._model).items() if name == "config"}
+            vars(self._model).update(copy.deepcopy(kept))
+            try:
+                type(self._model).save_pretrained(self._model, *args, **kwargs)  # type: ignore[operator]
+            finally:
+                vars(self._model).update(kept)
 
     def _arrived(self) -> None:
         """Nothing: a rank that does not come here is named."""

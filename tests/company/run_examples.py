@@ -43,9 +43,28 @@ def alone(folder: Path) -> Losses:
     """The same training without autoshard."""
     return {
         "accelerate": example("with_accelerate").train(None, STEPS, GPT),
-        "trainer": example("with_trainer").train(None, STEPS, str(folder / "alone")),
+        **trainer_stopped_and_resumed(folder / "alone", {}),
         "lightning": example("with_lightning").train(STEPS, GPT),
         "llama3": llama_alone(),
+    }
+
+
+def trainer_stopped_and_resumed(folder: Path, options: dict[str, Any]) -> Losses:
+    """Ranks pass their own rows in what goes on from a checkpoint. Without torchrun: the Trainer, in one process."""
+    with_trainer = example("with_trainer")
+    trainer = with_trainer.make_trainer(
+        STEPS, str(folder), options, save_steps=2, per_device_eval_batch_size=2
+    )
+    trainer.train()
+    trainer.save_model()
+    rows = trainer.train_dataset[:5]
+    resumed = with_trainer.make_trainer(STEPS, str(folder), {**options, "batch": "per_rank"}, save_steps=2)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    predicted = trainer.predict(rows)  # batches of 2, 2 and 1 rows, or on two ranks of 4 and 1
+    return {
+        "trainer": with_trainer.losses(trainer),
+        "trainer, resumed": with_trainer.losses(resumed),
+        "trainer, evaluated": [predicted.metrics["test_loss"], *predicted.predictions[:, 0, 0].tolist()],
     }
 
 
@@ -91,7 +110,7 @@ def main() -> None:
     losses = {
         "llama3": llama_stopped_and_resumed(folder, options),
         "accelerate": example("with_accelerate").train(mesh, STEPS, GPT, **options),
-        "trainer": example("with_trainer").train(mesh, STEPS, str(folder / "parallel"), **options),
+        **trainer_stopped_and_resumed(folder / "parallel", options),
         "lightning": example("with_lightning").train(STEPS, GPT, options),
     }
     (folder / f"losses-{os.environ['RANK']}.json").write_text(json.dumps(losses))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.company.run_examples import ROOT, alone
 
@@ -38,5 +39,7 @@ def test_the_losses_of_one_process(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 got[name], wanted[name], rtol=2e-4, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
-    assert (tmp_path / "parallel" / "model.safetensors").exists()
+    saved = load_file(tmp_path / "parallel" / "model.safetensors")
+    for name, value in load_file(tmp_path / "alone" / "model.safetensors").items():
+        torch.testing.assert_close(saved[name], value, rtol=2e-4, atol=2e-4)
     assert sorted(path.name for path in (tmp_path / "llama3").iterdir()) == ["step-2", "step-4"]
