@@ -16,6 +16,8 @@ from functools import cached_property
 from autoshard.plan.correcting import Program
 from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
+from autoshard.plan.plan_content import Nearly
+from autoshard.plan.plan_summary import patterns, without_shares
 from autoshard.plan.search_with_states import bounded
 from cost_model.deadline import Deadline
 from cost_model.errors import reject
@@ -151,7 +153,23 @@ class BestSoFar:
         return self.memory_limit is None or self.over(self.of(found)) <= 0
 
     def plan(self, found: Found) -> Plan:
-        return self.make(found, self.of(found))
+        plan = self.make(found, self.of(found))
+        return replace(plan, nearly=self._nearly(plan, self.of(found)))
+
+    def _nearly(self, plan: Plan, own: Judged) -> Nearly | None:
+        """None also where a program of another pattern is faster than the plan, which did not win then."""
+        mine, whole = patterns(plan, own.planned.nodes), own.seconds
+        for one in sorted(self.judged.values(), key=lambda one: one.seconds):
+            if self.memory_limit is not None and self.over(one) > 0:
+                continue
+            theirs = patterns(plan, one.planned.nodes).items()
+            differ = {at: words for at, words in theirs if without_shares(words) != without_shares(mine[at])}
+            if differ:
+                if whole <= 0.0 or one.seconds < whole * (1.0 - ROUNDING):
+                    return None
+                before, after = (sum(node.seconds for node in it.planned.nodes) for it in (own, one))
+                return Nearly(differ, max(0.0, one.seconds / whole - 1.0), (after - before) / whole)
+        return None
 
     def hear(self, found: Found, of_all: bool) -> None:
         """of_all: what is proven of it is proven of all plans."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import fold_numbers
-from autoshard.plan.plan_words import collective_lines, parameter_lines, priced_words
+from autoshard.plan.plan_words import collective_lines, made_of_parameters, parameter_lines, priced_words
 from cost_model.errors import PlanError
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
-from passes.plan.planned_graph import NodeRecord, PlannedGraph, Turn
+from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Turn
 
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""
@@ -36,8 +36,9 @@ def explain_named(plan: PlanContent, name: str) -> str:
 
 
 def explain_part(planned: PlannedGraph, name: str, parameters: Iterable[str] = ()) -> str:
-    """Of a node or parameter its layouts, seconds and the transfers in front of it; of a module all its parameters,
-    collectives and nodes, those of its modules included. PlanError, with near names, where nothing has that name.
+    """Of a node or parameter its layouts, seconds and the transfers in front of it; of a parameter its readers too, and
+    the transfers that bring it to them; of a module all its parameters, collectives and nodes, those of its modules
+    included. PlanError, with near names, where nothing has that name.
 
     parameters: all names, the further ones of a tied parameter behind the one that its record has.
     """
@@ -48,7 +49,8 @@ def explain_part(planned: PlannedGraph, name: str, parameters: Iterable[str] = (
     exact = [r for r in records if name in (r.name, r.parameter) or r.parameter == tied.get(name, name)]
     if exact:
         head = [f"{name} is tied to {tied[name]}"] if name in tied else []
-        return "\n".join([*head, *_node_lines(exact, planned.buckets)]) + "\n"
+        lines = [*head, *_node_lines(exact, planned.buckets), *_reader_lines(records, exact, planned.buckets)]
+        return "\n".join(lines) + "\n"
     members = [r for r in records if _is_in(r, name)]
     shared = {other: first for other, first in tied.items() if other.startswith(name + ".")}
     if not members and not shared:
@@ -160,12 +162,28 @@ def _node_lines(nodes: Sequence[NodeRecord], buckets: _Buckets) -> list[str]:
             f"%{record.name}: {results} = {record.op}  // {_price(record.seconds, record.priced)} {record.source}"
         )
         for operand in record.operands:
-            members = buckets.get(operand.turn, 1)
-            bucket = f" more in a bucket of {members}" if members > 1 else ""
-            for transfer in operand.transfers:
-                cost = f"{format_bytes(transfer.nbytes)}, {_price(transfer.seconds, transfer.priced)}{bucket}"
-                lines.append(f"    reads %{operand.source} through {transfer.step.text()}: {cost}")
+            lines += [f"    reads %{operand.source} through {how}" for how in _ways(operand, buckets)]
     return lines
+
+
+def _reader_lines(
+    records: Sequence[NodeRecord], exact: Sequence[NodeRecord], buckets: _Buckets
+) -> Iterator[str]:
+    """Of a parameter, who reads it or casts and views of it: how laid out, and through which transfers."""
+    made = made_of_parameters(records, exact)
+    for record in records:
+        for operand in record.operands:
+            if operand.source in made and record.op != "output":
+                ways = ", ".join(f"through {way}" for way in _ways(operand, buckets)) or "as it is"
+                yield f"    read by %{record.name}, {record.phase}: %{operand.source} {operand.layout}, {ways}"
+
+
+def _ways(operand: OperandRecord, buckets: _Buckets) -> Iterator[str]:
+    members = buckets.get(operand.turn, 1)
+    bucket = f" more in a bucket of {members}" if members > 1 else ""
+    for transfer in operand.transfers:
+        cost = f"{format_bytes(transfer.nbytes)}, {_price(transfer.seconds, transfer.priced)}{bucket}"
+        yield f"{transfer.step.text()}: {cost}"
 
 
 def _price(seconds: float, priced: Priced) -> str:

@@ -87,6 +87,16 @@ class Rehearsed(Struct, frozen=True, forbid_unknown_fields=True):
     busy: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
 
 
+class Nearly(Struct, frozen=True, forbid_unknown_fields=True):
+    """The fastest program that the search judged of those whose pattern is another. pattern: its words, of the axes on
+    which it differs. slower, computed: how much longer its step takes, and what it computes in it, as shares of the
+    plan's step; the rest is communication that is not hidden, and what packs it."""
+
+    pattern: dict[Text, Text]
+    slower: Annotated[float, Meta(ge=0.0, le=1e30)]
+    computed: Annotated[float, Meta(ge=-1e30, le=1e30)]
+
+
 def pace_of(rehearsed: Rehearsed | None) -> float:
     """How many times as long as modelled a step took: all seconds of the plan are times that."""
     return 1.0 if rehearsed is None else rehearsed.measured / rehearsed.modelled
@@ -134,6 +144,8 @@ class PlanContent:
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)
     ran: tuple[TimelinePart, ...] = field(default=(), compare=False)
+    # Of the search, not of the plan.
+    nearly: Nearly | None = field(default=None, compare=False)
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     head_pieces: Annotated[int, Meta(ge=1, le=1_000)] = 1
     most_gain: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None

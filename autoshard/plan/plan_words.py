@@ -93,12 +93,15 @@ def _what(collective: Collective, parameters: set[str]) -> str:
     return "gradients" if gradient else "activations"
 
 
-def made_of_parameters(records: Iterable[NodeRecord]) -> set[str]:
-    """Parameters, and what ops of one operand make of them: casts and views."""
+def made_of_parameters(records: Iterable[NodeRecord], among: Iterable[NodeRecord] | None = None) -> set[str]:
+    """Parameters, and what ops of one operand make of them: casts and views. among: of all parameters, those."""
+    own = None if among is None else {record.name for record in among}
     found: set[str] = set()
     for record in records:
         sources = [operand.source for operand in record.operands]
-        if record.op == "param" or (len(sources) == 1 and sources[0] in found):
+        if (record.op == "param" and (own is None or record.name in own)) or (
+            len(sources) == 1 and sources[0] in found
+        ):
             found.add(record.name)
     return found
 

@@ -65,6 +65,17 @@ def test_a_module_is_all_that_it_holds() -> None:
     ]
 
 
+def test_a_parameter_is_brought_to_its_readers() -> None:
+    cast = node("cast0", "aten._to_copy", "aten._to_copy({0})", "layers.0", "w0", moved=True)
+    again = node("gradient", "aten.mm", "aten.mm({0}, {1})", "layers.0", "relu0", "cast0", phase="backward")
+    assert part_of([*layers(2), cast, again], "layers.0.up.weight").splitlines() == [
+        "%w0: f32[8@tp, 4] = param  // 1 us modelled model.py:3",
+        "    read by %product0, forward: %w0 [-, -], as it is",
+        "    read by %cast0, forward: %w0 [-, -], through all_reduce[tp](): 64B, 3 us modelled",
+        "    read by %gradient, backward: %cast0 [-, -], as it is",
+    ]
+
+
 def test_equal_layers_are_told_once() -> None:
     assert part_of(layers(32), "layers").splitlines() == [
         "layers: 64 nodes, 64 us forward, 0 ns backward",
