@@ -98,9 +98,9 @@ class _Stage:
         return {record.name: record for record in self.plan.records}
 
     @cached_property
-    def readers(self) -> dict[tuple[int, int], int]:
+    def readers(self) -> dict[tuple[int, ...], int]:
         """Turn -> the folded node that reads first what comes in it."""
-        found: dict[tuple[int, int], int] = {}
+        found: dict[tuple[int, ...], int] = {}
         for record in self.plan.records:
             for read in record.operands:
                 if read.turn is not None:
