@@ -96,15 +96,9 @@ class AtPeak(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return f"{' '.join(filter(None, (self.name, self.op)))}{times}"
 
 
-class Lived(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`AtPeak`, of tensors that are alive from step `first` to step `last`, both included."""
+class Lived(AtPeak, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The same, of tensors that are alive from step `first` to step `last`, both included."""
 
-    kind: Kind
-    name: Text
-    op: Text
-    value: Text
-    count: _Many
-    nbytes: Count
     first: Count
     last: Count
 

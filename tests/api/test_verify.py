@@ -173,6 +173,23 @@ def test_parameters_may_be_named_in_capitals() -> None:
         assert verify(model, plan, (x,)).ok
 
 
+class AsksWhetherItIsTraced(nn.Module):
+    """As `transformers.utils.is_tracing` asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean() * (1.0 if type(x) is Tensor else 2.0)
+
+
+def test_a_model_that_computes_otherwise_where_it_is_traced_is_not_ok() -> None:
+    model, x = AsksWhetherItIsTraced(), torch.randn(8, 16)
+    plan = find_plan(model, MeshSpec({"x": 2}), (x,), profile=slow_compute())
+    assert not verify(model, plan, (x,)).ok
+
+
 def test_values_are_needed() -> None:
     with torch.device("meta"):
         model = nn.Linear(10, 5)
