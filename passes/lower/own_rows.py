@@ -138,8 +138,9 @@ class OwnRows(Sorting):
         key = (dim, *sizes)
         if key not in self.routes:
             experts = list(nested_sizes(self.experts, tuple(ways)))
-            made = self._emit(mark, routes, self._ids, self._order, dim, sizes, index, experts)
-            self.routes[key] = _Routes(*(self._emit(mark, operator.getitem, made, i) for i in range(6)))
+            with self.graph.inserting_before(self._behind):  # of all that is sent and returned so
+                made = self._emit(mark, routes, self._ids, self._order, dim, sizes, index, experts)
+                self.routes[key] = _Routes(*(self._emit(mark, operator.getitem, made, i) for i in range(6)))
         return self.routes[key]
 
     def _invert(self, like: fx.Node) -> None:

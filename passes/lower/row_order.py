@@ -59,7 +59,8 @@ class Sorting:
 
     def run(self) -> None:
         nodes = list(self._later())
-        with self.graph.inserting_before(nodes[0]):
+        self._behind = nodes[0]
+        with self.graph.inserting_before(self._behind):
             self._order_rows(self._products[0])
         for node in nodes:
             if node in self._products or node in self._wanted:
