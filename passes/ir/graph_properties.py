@@ -251,6 +251,12 @@ def _collectives(graph: HasGraph) -> Sequence[str]:
     return [f"{str(node.target).replace('_.default', '.default')} in {group_of(node)}" for node in starts]
 
 
+def _unmarked(graph: HasGraph) -> Sequence[str]:
+    starts = [node for node in graph.graph.nodes if is_start(node) and "marked" not in node.meta]
+    return [f"{node.target} in {group_of(node)}" for node in starts]
+
+
 OPS: Kept[Any] = Kept("all nodes and their operands", _ops)
 COMPUTING: Kept[Any] = Kept("the ops that neither move data nor communicate", _computing)
+UNMARKED: Kept[Any] = Kept("the collectives that move no rows of experts, in their order", _unmarked)
 COLLECTIVES: Kept[Any] = Kept("the collectives, in their order", _collectives)

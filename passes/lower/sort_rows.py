@@ -10,6 +10,7 @@ from torch import fx
 from passes.canonicalize.mark_rows import regions
 from passes.compile.join_linears import drop_unread
 from passes.ir.graph_pass import RankPass, duplicate_module, run_rank_passes
+from passes.ir.graph_properties import UNMARKED
 from passes.lower.own_rows import OwnRows
 from passes.lower.row_order import Sorting
 from passes.ops.routed_ops import READ_ROWS
@@ -45,6 +46,8 @@ class SortRows(RankPass):
     count as large as where experts have equally many. Put back, rows of others are 0. Tokens that were gathered for
     such rows are sent there instead, and sums that were scattered come back (`passes.ops.sent_rows`).
     """
+
+    keeps = (UNMARKED,)
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph

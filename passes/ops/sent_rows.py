@@ -78,7 +78,7 @@ them: their positions among `places`, the inverse, where those of each rank end.
 def _exchange_rows(a: Tensor, like: Tensor, sent: Tensor, received: Tensor, group_name: str) -> Tensor:
     both = torch.stack((received, sent))
     coming, leaving = both.diff(dim=1, prepend=both.new_zeros(2, 1)).tolist()
-    rows = a.view(torch.uint8) if a.dtype == torch.bool else a
+    rows = a.view(torch.uint8) if a.itemsize == 1 else a  # as what else is of one byte travels
     arrived = all_to_all(rows[: sum(leaving)].contiguous(), coming, leaving, group_name).view(a.dtype)
     missing = like.shape[0] - arrived.shape[0]
     if not missing:

@@ -157,14 +157,19 @@ def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
 
 def _send_rows(site: HaloSite, x: fx.Node) -> fx.Node:
     """Gathered, for whoever needs all; the mark says what would do (`passes.ops.sent_rows`)."""
-    return _marked(site, sent, _all_gather(site, x), x, site.step.before)
+    return _marked(site, sent, _all_gather, x, site.step.before)
 
 
 def _return_rows(site: HaloSite, x: fx.Node) -> fx.Node:
-    return _marked(site, returned, _reduce_scatter(site, x), x, site.step.after)
+    return _marked(site, returned, _reduce_scatter, x, site.step.after)
 
 
-def _marked(site: HaloSite, mark: Any, moved: fx.Node, x: fx.Node, split: Layout) -> fx.Node:
+def _marked(
+    site: HaloSite, mark: Any, move: Callable[[HaloSite, fx.Node], fx.Node], x: fx.Node, split: Layout
+) -> fx.Node:
+    """Moved, and marked; all nodes say so."""
+    site = replace(site, emit=replace(site.emit, meta={**site.emit.meta, "marked": True}))
+    moved = move(site, x)
     step: SendRows | ReturnRows = site.step
     sizes, index = site.part_sizes(split, step.dim), site.mesh.linear_index(site.rank, step.axes)
     group = (step.dim, list(sizes), index, [site.mesh.size(axis) for axis in step.axes], site.group_name)
