@@ -11,6 +11,11 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
 
+def refused(given: str, other: str, remedy: str) -> ShardingError:
+    """That an argument does not go with something else."""
+    return ShardingError(f"{given} does not go with {other}\n  try: {remedy}")
+
+
 def mesh_of_all(mesh: DeviceMesh | Mapping[str, int] | None, device_type: str) -> DeviceMesh:
     """A mesh of all processes; None: of one axis. Its sizes may be given by name.
 

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.utils.data import DataLoader
 
-from autoshard.api import autoshard, random_state
-from autoshard.integrations import mesh_of_all
-from cost_model.errors import ShardingError
+from autoshard.api import autoshard
+from autoshard.integrations import mesh_of_all, refused
+from autoshard.integrations.state import WholeOptimizer, load_random, save_random, whole_state
 
 try:
-    from accelerate.data_loader import prepare_data_loader
     from transformers import Trainer, TrainingArguments
+
+    from autoshard.integrations.accelerate import AutoshardAccelerator
 except ImportError as error:
     raise ImportError(
         f"AutoshardTrainer needs transformers and accelerate: {error}\n  try: pip install 'autoshard[trainer]'"
     ) from error
-
-_RANDOM = "autoshard_random.pt"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class AutoshardTrainer(Trainer):
@@ -73,35 +62,12 @@ class AutoshardTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if not self._parallel:
-            return
-        accelerator = self.accelerator
-        # It would wrap the model in DDP; in evaluation mode it adds autocast alone.
-        accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
-        if not self._per_rank:
-            accelerator.prepare_data_loader = self._same_on_every_rank
-            accelerator.gather = lambda tensor: tensor  # every rank has all rows
-
-    def _same_on_every_rank(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
-        seeded = data_loader.worker_init_fn
-        if isinstance(seeded, functools.partial) and "rank" in seeded.keywords:
-            data_loader.worker_init_fn = functools.partial(seeded, rank=0)
-        accelerator = self.accelerator
-        return prepare_data_loader(
-            data_loader,
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            dispatch_batches=False,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
-        )
+        if self._parallel:
+            AutoshardAccelerator.take(self.accelerator, self._per_rank)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         if self._per_rank and not kwargs.get("is_training"):
-            raise _refused("batch='per_rank'", "evaluation, which needs all rows", "batch='global'")
+            raise refused("batch='per_rank'", "evaluation, which needs all rows", "batch='global'")
         if self._parallel and not self._per_rank:
             kwargs["batch_size"] *= dist.get_world_size()
         return super()._get_dataloader(*args, **kwargs)
@@ -134,17 +100,21 @@ class AutoshardTrainer(Trainer):
             state_dict = self._gathered(output_dir)
         super()._save(output_dir, state_dict)
 
+    @property
+    def _module(self) -> Any:
+        return self.model
+
     def _gathered(self, output_dir: str | None) -> dict[str, Any] | None:
         """What rank 0 saves; the other ranks take part. `save_pretrained` of a parallel model gathers, on all ranks."""
-        model: Any = self.model
+        model = self._module
         if hasattr(model, "save_pretrained"):
             return model.save_pretrained(output_dir or self.args.output_dir)
-        return get_model_state_dict(model, options=_WHOLE)
+        return whole_state(model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = self.optimizer
+        model, optimizer = self._module, self.optimizer
         if self._parallel:
-            self.optimizer = _Whole(self.model, getattr(optimizer, "optimizer", optimizer))
+            self.optimizer = WholeOptimizer(model, getattr(optimizer, "optimizer", optimizer))
         try:
             super()._save_optimizer_and_scheduler(output_dir)
         finally:
@@ -152,60 +122,41 @@ class AutoshardTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        model: Any = self.model
         if self._parallel and self.args.should_save:
-            torch.save(random_state(model).state_dict(), os.path.join(output_dir, _RANDOM))
+            save_random([self._module], output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        model: Any = self.model
-        if self._parallel and checkpoint and os.path.exists(path := os.path.join(checkpoint, _RANDOM)):
-            random_state(model).load_state_dict(torch.load(path, weights_only=True))
-
-
-class _Whole:
-    """An optimizer whose state dict is gathered on rank 0, in the form of one process."""
-
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        whole = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
-        self._state = whole and FullyShardedDataParallel.rekey_optim_state_dict(
-            whole, OptimStateKeyType.PARAM_ID, model, optim=optimizer
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
+        if self._parallel and checkpoint:
+            load_random([self._module], checkpoint)
 
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise _refused("model_init", "a model that is not there yet", "model=model_init()")
+        raise refused("model_init", "a model that is not there yet", "model=model_init()")
 
 
 def _check_arguments(args: TrainingArguments, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse what would wrap the model again, give ranks what the model does not take, or change values."""
     per_rank = options.get("batch") == "per_rank"
     if args.fsdp or args.deepspeed:
-        raise _refused("fsdp or deepspeed", "autoshard, which is the parallelism", "neither of the two")
+        raise refused("fsdp or deepspeed", "autoshard, which is the parallelism", "neither of the two")
     if "in_placements" in options:
-        raise _refused("in_placements", "the Trainer's loaders", "options={'batch': 'per_rank'}")
+        raise refused("in_placements", "the Trainer's loaders", "options={'batch': 'per_rank'}")
     if args.eval_use_gather_object:
-        raise _refused("eval_use_gather_object=True", "evaluation of the same rows on every rank", "False")
+        raise refused("eval_use_gather_object=True", "evaluation of the same rows on every rank", "False")
     if not per_rank and getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        raise _refused("train_sampling_strategy='batch_rebalance'", "batch='global'", "batch='per_rank'")
+        raise refused("train_sampling_strategy='batch_rebalance'", "batch='global'", "batch='per_rank'")
     if not per_rank:
         return
     if args.eval_strategy != "no":
-        raise _refused("batch='per_rank'", "evaluation, which needs all rows", "batch='global'")
+        raise refused("batch='per_rank'", "evaluation, which needs all rows", "batch='global'")
     if kwargs.get("compute_loss_func") or args.label_smoothing_factor:
         said = "a loss outside the model, where outputs are of all rows and labels are not"
-        raise _refused("batch='per_rank'", said, "batch='global'")
+        raise refused("batch='per_rank'", said, "batch='global'")
     if not args.average_tokens_across_devices:
-        raise _refused(
+        raise refused(
             "batch='per_rank'",
             "items of one rank alone",
             "TrainingArguments(average_tokens_across_devices=True)",
         )
-
-
-def _refused(given: str, other: str, remedy: str) -> ShardingError:
-    return ShardingError(f"{given} does not go with {other}\n  try: {remedy}")

@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard.data.loader import Order, rank_loader
 from autoshard.demo import GPTConfig
+from autoshard.integrations.accelerate import AutoshardAccelerator
+from autoshard.integrations.lightning import AutoshardStrategy
 from cost_model.mesh import MeshSpec
+from tests.company.loops import (
+    accelerate_each_its_own,
+    accelerate_stopped_and_resumed,
+    lightning_stopped_and_resumed,
+)
 from tests.profiles import slow_compute
 
 ROOT = Path(__file__).parents[2]
@@ -40,10 +48,14 @@ def example(name: str) -> Any:
 
 
 def alone(folder: Path) -> Losses:
-    """The same training without autoshard."""
+    """The same training without autoshard; what goes on from a checkpoint does from that of the ranks."""
+    plain = lambda: Accelerator(cpu=True)
     return {
-        "accelerate": example("with_accelerate").train(None, STEPS, GPT),
+        "accelerate": example("with_accelerate").train(plain(), STEPS, GPT),
+        **accelerate_stopped_and_resumed(folder / "alone-accelerate", folder / "accelerate", plain),
+        **accelerate_each_its_own(plain(), batch=4),
         **trainer_stopped_and_resumed(folder / "alone", {}),
+        **lightning_stopped_and_resumed(folder / "alone-lightning", folder / "lightning", lambda: "auto"),
         "lightning": example("with_lightning").train(STEPS, GPT),
         "llama3": llama_alone(),
     }
@@ -106,13 +118,25 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     options: dict[str, Any] = {"profile": slow_compute(), "backend": "eager"}
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+    accelerator = lambda: AutoshardAccelerator(cpu=True, options=options)
+    strategy = lambda: AutoshardStrategy({"dp": 2, "tp": 1}, options)
     losses = {
         "llama3": llama_stopped_and_resumed(folder, options),
-        "accelerate": example("with_accelerate").train(mesh, STEPS, GPT, **options),
+        "accelerate": example("with_accelerate").train(accelerator(), STEPS, GPT),
+        **accelerate_stopped_and_resumed(folder / "accelerate", folder / "accelerate", accelerator),
+        **accelerate_each_its_own(
+            AutoshardAccelerator(cpu=True, options={**options, "batch": "per_rank"}), batch=2
+        ),
         **trainer_stopped_and_resumed(folder / "parallel", options),
-        "lightning": example("with_lightning").train(STEPS, GPT, options),
+        "lightning": example("with_lightning").train(STEPS, GPT, strategy()),
+        **lightning_stopped_and_resumed(folder / "lightning", folder / "lightning", strategy),
     }
+    for again in (
+        accelerate_stopped_and_resumed(folder / "drop-a", folder / "drop-a", accelerator, drop=0.5),
+        lightning_stopped_and_resumed(folder / "drop-l", folder / "drop-l", strategy, drop=0.5),
+    ):
+        trained, resumed = (losses for name, losses in again.items() if name.endswith(("trained", "resumed")))
+        torch.testing.assert_close(resumed, trained[3:], rtol=2e-4, atol=2e-4)
     (folder / f"losses-{os.environ['RANK']}.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
 

@@ -42,4 +42,8 @@ def test_the_losses_of_one_process(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "parallel" / "model.safetensors")
     for name, value in load_file(tmp_path / "alone" / "model.safetensors").items():
         torch.testing.assert_close(saved[name], value, rtol=2e-4, atol=2e-4)
+    last = [torch.load(tmp_path / one / "epoch=1.ckpt") for one in ("lightning", "alone-lightning")]
+    assert last[0].pop("autoshard_random")
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(last[0][part], last[1][part], rtol=2e-4, atol=2e-4)
     assert sorted(path.name for path in (tmp_path / "llama3").iterdir()) == ["step-2", "step-4"]

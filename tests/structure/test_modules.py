@@ -73,7 +73,7 @@ def test_what_the_packages_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     # Imported when asked to draw curves, to read configurations, or to train with another library.
-    asked = extras["plot"] + extras["planner"] + extras["trainer"]
+    asked = extras["plot"] + extras["planner"] + extras["trainer"] + extras["lightning"]
     declared = {requirement.split(">")[0] for requirement in (*project["dependencies"], *asked)}
     declared |= {"yaml"} & {name.lower().removeprefix("py") for name in declared}
     known = declared | set(PACKAGES) | sys.stdlib_module_names
