@@ -111,16 +111,17 @@ class Examined:
 
 
 @mock.patch("time.monotonic", time.process_time)
-def examined(number: int, drawings: int = 6) -> Examined:
-    """All of one case. drawings: layouts that are drawn at random, and changes of its plan. Time limits are of
-    processor time: that other work takes the rest says nothing of bounds."""
+def examined(number: int, drawings: int = 6, limit: float = 60.0) -> Examined:
+    """All of one case. drawings: layouts that are drawn at random, and changes of its plan. limit: seconds of each
+    search, of processor time: that other work takes the rest says nothing of bounds."""
     title, task, pieces = tiny_task(number)
+    task = replace(task, time_limit=limit)
     generator, found = random.Random(-1 - number), Examined(title)
     case = _Case(task, pieces, generator, found)
     plan = case.planned("the plan", None)
     assert plan is not None
-    limit = plan.reserve + int(generator.choice(SHARES) * plan.peak_memory)
-    within = case.planned(f"within {limit}", limit)
+    room = plan.reserve + int(generator.choice(SHARES) * plan.peak_memory)
+    within = case.planned(f"within {room}", room)
     bounds = [plan.lower_bound]
     bounds += [] if within is None or within.head_pieces > 1 else [within.lower_bound]
     if generator.random() < 0.5:
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="none is begun after so many")
+    parser.add_argument("--limit", type=float, default=60.0, help="processor seconds of each search")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -284,7 +286,7 @@ def main() -> None:
         for number in range(arguments.seed, arguments.seed + arguments.cases):
             if time.monotonic() - begun > arguments.seconds:
                 break
-            cases.append(examined(number))
+            cases.append(examined(number, limit=arguments.limit))
             for one in cases[-1].under:
                 print(f"{cases[-1].title}: {one.kind} {one.bound:g}, {one.found} {one.nearest:g}", flush=True)
             print(f"{number}, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from benchmarks.llama3 import LLAMAS
 from benchmarks.mpt import SIZES
 from cost_model.correction import paced_rates
 
-__all__ = ["ROWS", "Row", "missing", "profile_of", "read_rows"]
+__all__ = ["ROWS", "Row", "gpu_profile", "missing", "profile_of", "read_rows"]
 
 ROWS = (
     Path(__file__).parent / "published" / "mpt.csv",
@@ -98,17 +98,23 @@ def missing(rows: Sequence[Row]) -> dict[str, int]:
     return found
 
 
+def gpu_profile(gpu: str) -> Profile:
+    """The shipped one of a GPU, whose memory is as fast as it is said."""
+    profile = Profile.named(PROFILES[gpu])
+    if gpu != "h100_96gb":
+        return profile
+    bandwidth = profile.device.memory_bytes_per_second * HBM2E / HBM3
+    return replace(profile, device=replace(profile.device, memory_bytes_per_second=bandwidth))
+
+
 def profile_of(row: Row) -> Profile:
-    """The shipped one of its GPU, whose memory is as fast, and whose attention as slow, as the row says."""
-    profile = Profile.named(PROFILES[row.gpu])
-    device = profile.device
-    if row.gpu == "h100_96gb":
-        bandwidth = device.memory_bytes_per_second * HBM2E / HBM3
-        device = replace(device, memory_bytes_per_second=bandwidth)
-    if row.triton:
-        pace = _triton_pace(row)
-        device = replace(device, attention=tuple(paced_rates(rates, pace) for rates in device.attention))
-    return replace(profile, device=device)
+    """The shipped one of its GPU, with attention as slow as the row says."""
+    profile = gpu_profile(row.gpu)
+    if not row.triton:
+        return profile
+    pace, device = _triton_pace(row), profile.device
+    slow = tuple(paced_rates(rates, pace) for rates in device.attention)
+    return replace(profile, device=replace(device, attention=slow))
 
 
 def _triton_pace(row: Row) -> float:

@@ -14,9 +14,10 @@ from cost_model.profile import Profile
 from passes.ir.routing import Routing
 from passes.search.alternatives import Alternative
 
-Role = Literal["whole", "stored", "used"]
-"""Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
-read split by the products, so that no weight moves."""
+Role = Literal["whole", "stored", "used", "experts", "sequence"]
+"""Over an axis. whole: weights stored and used whole. stored: stored split, gathered to use. used: stored split, and
+read split by the products, so that no weight moves. experts: those of experts by expert, and never gathered; of other
+weights nothing is said. sequence: the residual stream is split in it; of weights nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Family:
     residual: sums of a value and what is computed of it are split too, in the sequence, over the axes that are "used";
     False: they are whole there; None: free.
     vocabulary: "used" is said of the dims as long as the vocabulary, and of those alone.
-    by_axis: roles by the names of axes, in place of outer and inner.
+    by_axis: roles by the names of axes, in place of outer and inner; "experts" and "sequence" beside another.
     """
 
     name: str
@@ -43,20 +44,16 @@ class Family:
     def axes(self) -> int:
         """Mesh axes of several ranks that it needs."""
         if self.by_axis:
-            return len(self.by_axis)
+            return len(dict(self.by_axis))
         return 1 if self.outer == self.inner or self.outer is None else 2
 
-    def roles(self, mesh: MeshSpec) -> dict[str, Role]:
-        """Role by axis."""
+    def roles(self, mesh: MeshSpec) -> tuple[tuple[str, Role], ...]:
+        """Axes, each with a role."""
         if self.by_axis:
-            return dict(self.by_axis)
+            return self.by_axis
         axes = mesh.real_axes()
-        found: dict[str, Role] = {}
-        for axis in axes:
-            role = self.inner if axis == axes[-1] else self.outer
-            if role is not None:
-                found[axis] = role
-        return found
+        role_of = lambda axis: self.inner if axis == axes[-1] else self.outer
+        return tuple((axis, role) for axis in axes if (role := role_of(axis)) is not None)
 
 
 _WHOLE = "weights whole on every rank"
@@ -103,6 +100,20 @@ FAMILIES = (
         "used",
         vocabulary=True,
     ),
+    Family(
+        "expert parallel",
+        ("EP", "expert parallelism"),
+        "experts' weights split by expert over the last axis and never gathered",
+        None,
+        "experts",
+    ),
+    Family(
+        "context parallel",
+        ("CP", "context parallelism"),
+        "the residual stream split in the sequence over the last axis",
+        None,
+        "sequence",
+    ),
 )
 
 
@@ -112,19 +123,11 @@ def family_named(name: str) -> Family | None:
 
 
 _PIPELINE = "find_plan(..., stages='auto', micro_batches='auto'), and the step_time of both plans"
-_QUERIES = "why_not(name, placements) of the attention in to_text(), its tokens split"
-_EXPERTS = "why_not(name, placements) of the experts' weights, split in the dim of the experts"
 _OTHERWISE = {
     "pp": _PIPELINE,
     "pipeline": _PIPELINE,
     "pipelineparallel": _PIPELINE,
     "pipelineparallelism": _PIPELINE,
-    "cp": _QUERIES,
-    "contextparallel": _QUERIES,
-    "contextparallelism": _QUERIES,
-    "ep": _EXPERTS,
-    "expertparallel": _EXPERTS,
-    "expertparallelism": _EXPERTS,
 }
 """Names of plans that pinned weights do not make, and how to ask for them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_product
 from passes.layout.layout import Layout, NodeLayouts
+from passes.ops.routed_ops import ROUTED
 from passes.search.search_terms import Choose, Narrowing
 
 _Wish = Callable[[NodeLayouts], bool]
@@ -68,37 +69,73 @@ class _Wishes:
 
     def all(self) -> Iterator[tuple[str, _Wish]]:
         reads = list(_reads(self.joint))
+        experts = self._experts(reads)
+        for axis, role in self.family.roles(self.mesh):
+            if role == "experts":
+                yield from self._by_expert(axis, reads, experts)
+            elif role == "sequence":
+                yield from self._residual(axis, True)
+            else:
+                but = experts if (axis, "experts") in self.family.by_axis else frozenset()
+                yield from self._of_weights(axis, role, reads, but)
+
+    def _of_weights(
+        self, axis: str, role: Role, reads: Iterable[_Read], but: Collection[fx.Node]
+    ) -> Iterator[tuple[str, _Wish]]:
         split = self._splittable(reads)
-        for axis, role in self.family.roles(self.mesh).items():
-            for parameter in _parameters(self.joint):
-                if role != "used":
-                    yield parameter.name, _stored(axis, role)
-                elif parameter in split:
-                    yield parameter.name, self._held(axis, parameter)
-            for read in reads:
-                if role != "used":
-                    yield read.reader.name, _read_whole(axis, read.position)
-                elif read.by_product and read.parameter in split:
-                    yield read.reader.name, self._read_split(axis, read)
-            if role == "used" and self.family.residual is not None:
-                yield from self._residual(axis, self.family.residual)
+        for parameter in (one for one in _parameters(self.joint) if one not in but):
+            if role != "used":
+                yield parameter.name, _stored(axis, role)
+            elif parameter in split:
+                yield parameter.name, self._held(axis, parameter)
+        for read in (one for one in reads if one.parameter not in but):
+            if role != "used":
+                yield read.reader.name, _read_whole(axis, read.position)
+            elif read.by_product and read.parameter in split:
+                yield read.reader.name, self._read_split(axis, read)
+        if role == "used" and self.family.residual is not None:
+            yield from self._residual(axis, self.family.residual)
+
+    @staticmethod
+    def _by_expert(
+        axis: str, reads: Iterable[_Read], experts: frozenset[fx.Node]
+    ) -> Iterator[tuple[str, _Wish]]:
+        for parameter in experts:
+            yield parameter.name, lambda strategy: _splits(strategy.results[0], axis, [0])
+        for read in reads:
+            if read.reader.target in ROUTED and read.parameter in experts:
+                position = read.position
+                yield (
+                    read.reader.name,
+                    lambda strategy, position=position: _splits(strategy.operands[position], axis, [0]),
+                )
 
     def still(self) -> dict[tuple[str, int], frozenset[str]]:
         """Every read on the way from a weight to the products that read it split: it stays where it is."""
-        axes = frozenset(axis for axis, role in self.family.roles(self.mesh).items() if role == "used")
-        reads = list(_reads(self.joint))
-        split = self._splittable(reads)
-        passed = {node.name: of for node, of in _passed_on(self.joint).items() if node is not of}
-        found = {(name, 0): axes for name, of in passed.items() if of in split}
-        ends = [read for read in reads if read.by_product and read.parameter in split]
-        return found | {(read.reader.name, read.position): axes for read in ends} if axes else {}
+        roles, reads = self.family.roles(self.mesh), list(_reads(self.joint))
+        by_expert = frozenset(axis for axis, role in roles if role == "experts")
+        used = frozenset(axis for axis, role in roles if role == "used")
+        split, experts = self._splittable(reads), self._experts(reads)
+        axes = {node: used - by_expert if node in experts else used for node in split}
+        axes |= {node: axes.get(node, frozenset()) | by_expert for node in experts}
+        passed = {node.name: of for node, of in passed_on(self.joint).items() if node is not of}
+        found = {(name, 0): axes[of] for name, of in passed.items() if axes.get(of)}
+        ends = [read for read in reads if read.by_product and axes.get(read.parameter)]
+        return found | {(read.reader.name, read.position): axes[read.parameter] for read in ends}
+
+    def _experts(self, reads: Iterable[_Read]) -> frozenset[fx.Node]:
+        """Weights of experts, of which "experts" speaks. InfeasibleError if there are none."""
+        found = frozenset(read.parameter for read in reads if read.reader.target in ROUTED)
+        if not found and any(role == "experts" for _, role in self.family.roles(self.mesh)):
+            raise InfeasibleError("the model has no products with experts\n  try: another family")
+        return found
 
     def _splittable(self, reads: Iterable[_Read]) -> set[fx.Node]:
         """Parameters of which "used" speaks. InfeasibleError if there are none."""
         found = {read.parameter for read in reads if read.by_product and node_value(read.parameter).ndim > 1}
         if self.family.vocabulary:
             found = {parameter for parameter in found if self._words(parameter)}
-        if not found and "used" in self.family.roles(self.mesh).values():
+        if not found and any(role == "used" for _, role in self.family.roles(self.mesh)):
             missing = "whose length is a vocabulary's" if self.family.vocabulary else "of two dims or more"
             raise InfeasibleError(
                 f"the model has no weight {missing} that a product reads\n  try: another family"
@@ -154,9 +191,16 @@ def _parameters(joint: JointGraph) -> list[fx.Node]:
     return [node for node, spec in joint.given if spec.kind == "param"]
 
 
+def made_of_experts(joint: JointGraph) -> frozenset[fx.Node]:
+    """Weights of experts, and what ops of one operand make of them."""
+    of = passed_on(joint)
+    weights = {read.parameter for read in _reads(joint) if read.reader.target in ROUTED}
+    return frozenset(node for node, parameter in of.items() if parameter in weights)
+
+
 def _reads(joint: JointGraph) -> Iterator[_Read]:
     """Every read of a parameter by an op of several operands, forward and backward, through casts and views."""
-    of = _passed_on(joint)
+    of = passed_on(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in of:
             for position, operand in enumerate(tensor_operands(node)):
@@ -164,7 +208,7 @@ def _reads(joint: JointGraph) -> Iterator[_Read]:
                     yield _Read(of[operand], node, position)
 
 
-def _passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+def passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Parameters, and what ops of one operand make of them -> the parameter."""
     of: dict[fx.Node, fx.Node] = {parameter: parameter for parameter in _parameters(joint)}
     for node in joint.graph.nodes:
@@ -229,7 +273,8 @@ def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[FamilyWithin]
     assert fsdp is not None
     count = len(joint.graph.nodes)
     first = [fsdp] if count <= FEW_NODES else []
-    others = [family for family in FAMILIES if family is not fsdp and count <= SMALL_NODES]
+    of_weights = [family for family in FAMILIES if family.inner in ("whole", "stored", "used")]
+    others = [family for family in of_weights if family is not fsdp and count <= SMALL_NODES]
     for family in (*first, *others):
         with suppress(InfeasibleError):
             yield FamilyWithin(family_narrowing(family, joint, mesh))

@@ -193,8 +193,8 @@ def _unknown(plan: PlanContent, name: str, placements: Any) -> str:
 def is_of_family(plan: PlanContent, family: Family) -> bool:
     """Whether any weight is as each role that splits has it."""
     layouts = plan.parameter_layouts.values()
-    roles = family.roles(plan.mesh).items()
-    return all(role == "whole" or any(axis in layout.axes for layout in layouts) for axis, role in roles)
+    splits = [axis for axis, role in family.roles(plan.mesh) if role not in ("whole", "sequence")]
+    return all(any(axis in layout.axes for layout in layouts) for axis in splits)
 
 
 def _verdict(mine: PlanContent, other: PlanContent) -> str:

@@ -20,6 +20,8 @@ Words = Mapping[str, Callable[[Any], str]]
 class Configuration:
     """stages: of a pipeline. replicate: ranks with whole weights; shard: with parts of them, gathered to use. tensor:
     with parts of the products. each_piece: gathered and reduced in each micro-batch (ZeRO-3); else once in a step.
+    context: with parts of the sequences, and of weights that are stored split. experts: among how many neighbours of
+    tensor, context and data the experts are divided; expert_tensor: over `tensor` their products are split instead.
 
     sequence_parallel: norms and the residual stream split in the sequence over `tensor`. micro_batch: sequences of one
     data-parallel rank at once; accumulation: in its place, micro-batches of a step. batch: sequences of all ranks in a
@@ -45,16 +47,57 @@ class Configuration:
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     words: Words = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    context: int = 1
+    experts: int = 1
+    expert_tensor: bool = False
 
     @property
     def gpus(self) -> int:
-        return self.stages * self.replicate * self.shard * self.tensor
+        return self.stages * self.replicate * self.shard * self.context * self.tensor
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of its mesh, neighbours last."""
-        sizes = {"pp": self.stages, "replicate": self.replicate, "shard": self.shard, "tp": self.tensor}
+        """Of its mesh, neighbours last. ShardingError where the experts cannot be divided so."""
+        data = self.shard if self.shard > 1 else self.replicate
+        within = self._data_of_experts(data)
+        sizes = {"pp": self.stages, "replicate": self.replicate, "shard": self.shard}
+        sizes[self._data_axis] = data // within
+        sizes |= {"ep": within, "cp": self.context, "tp": self.tensor}
         return {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
+
+    @property
+    def _data_axis(self) -> str:
+        return "shard" if self.shard > 1 else "replicate"
+
+    def _data_of_experts(self, data: int) -> int:
+        """Of so many data-parallel ranks, those that one layer's experts are divided among."""
+        if self.experts == 1:
+            return 1
+        others = self.context * (1 if self.expert_tensor else self.tensor)
+        if self.experts % others or data % (self.experts // others):
+            raise ShardingError(
+                f"{self.experts} expert-parallel ranks are not {others} of context and tensor parallelism times a "
+                f"part of {data} data-parallel ones\n  try: {others} of them, or {others * data}"
+            )
+        return self.experts // others
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Over which experts' weights are split by expert."""
+        names = ("ep", "cp") if self.expert_tensor else ("ep", "cp", "tp")
+        return tuple(name for name in names if self.experts > 1 and name in self.axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Over which sequences are divided."""
+        return tuple(name for name in ("replicate", "shard", "ep") if name in self.axes)
+
+    @property
+    def stored_axes(self) -> tuple[str, ...]:
+        """Over which weights are stored split and gathered."""
+        if self.shard == 1:
+            return ()
+        return tuple(name for name in ("shard", "ep", "cp") if name in self.axes)
 
     def pieces(self, batch: int) -> int:
         """Micro-batches of a step. ShardingError where they do not divide the batch."""
@@ -70,17 +113,24 @@ class Configuration:
     @property
     def family(self) -> Family | None:
         """What it says of weights and of the residual stream; None on one rank, or on stages alone."""
-        roles: dict[str, Role] = {"replicate": "whole", "shard": "stored", "tp": "used"}
-        found: tuple[tuple[str, Role], ...] = tuple(
-            (axis, role) for axis, role in roles.items() if self.axes.get(axis, 1) > 1
-        )
-        if not found:
+        roles: dict[str, Role] = {"replicate": "whole", "ep": "whole", "cp": "whole", "tp": "used"}
+        for axis in self.stored_axes:
+            roles[axis] = "stored"
+        found: list[tuple[str, Role]] = [(axis, roles[axis]) for axis in self.axes if axis in roles]
+        if self.context > 1:
+            found.append(("cp", "sequence"))
+        for axis in self.expert_axes:
+            found.append((axis, "experts"))
+        if self.gpus == self.stages:
             return None
-        return Family(self.framework, (), "", None, "whole", residual=self.sequence_parallel, by_axis=found)
+        return Family(
+            self.framework, (), "", None, "whole", residual=self.sequence_parallel, by_axis=tuple(found)
+        )
 
     def __str__(self) -> str:
         """ "shard=32, tp=8, sequence parallel; blocks computed again"."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        sizes += f", experts over {' x '.join(self.expert_axes)}" if self.expert_axes else ""
         sequence = ", sequence parallel" if self.sequence_parallel and self.tensor > 1 else ""
         again = {"none": "", "selective": "; ops computed again", "full": "; blocks computed again"}
         schedule = f"; {self.schedule}" if self.schedule and self.stages > 1 else ""
@@ -89,7 +139,7 @@ class Configuration:
     def others(self) -> Iterator[Configuration]:
         """As many GPUs, stages and sequences at once, otherwise divided: tensor parallelism within a host of 8; of each
         division first what computes least again."""
-        data = self.gpus // self.stages
+        data = self.gpus // self.stages // self.context
         for tensor in (1, 2, 4, 8):
             whole = self.replicate if self.shard > 1 else data // tensor
             if whole and data % (tensor * whole) == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,8 +95,10 @@ class MetaModel:
         return getattr(self.config, "max_position_embeddings", 2048)
 
     def call(self, batch: int, sequence: int, recompute: Recompute, layers: int | None = None) -> Call:
-        """One step of training: batch sequences, with labels, in float32 at the loss."""
+        """One step of training: batch sequences, with labels, in float32 at the loss, which is all that it returns:
+        frameworks keep no logits."""
         model = self._model(layers)
+        model.forward = partial(_loss, model.forward)
         if recompute != "none":
             options: dict[str, Any] = {"use_reentrant": False}
             if recompute == "selective":
@@ -137,6 +139,10 @@ class MetaModel:
 
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._model(None).parameters())
+
+
+def _loss(forward: Callable[..., Any], **inputs: Any) -> Any:
+    return forward(**inputs).loss
 
 
 def _read(path: Path) -> dict[str, Any]:

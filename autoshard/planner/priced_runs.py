@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.call_ends import output_layouts
-from autoshard.plan.family_choices import family_narrowing
+from autoshard.plan.family_choices import family_narrowing, made_of_experts
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import plan_stages
@@ -145,7 +146,8 @@ def _task(
     narrowing = replace(narrowing, allowed={**narrowing.allowed, **_as_frameworks_do(joint, configuration)})
     inputs = {}
     if pieces == 1 or configuration.stages > 1:
-        rows = [Shard(0) if axis in ("replicate", "shard") else Replicate() for axis in mesh.names]
+        split = dict.fromkeys(configuration.batch_axes, Shard(0)) | {"cp": Shard(1)}
+        rows = [split.get(axis, Replicate()) for axis in mesh.names]
         tensors = [node for node, spec in joint.given if spec.kind == "input"]
         laid_out = lambda node: placements_to_layout(
             rows, tuple(node_value(node).shape), mesh, what="a batch"
@@ -170,16 +172,32 @@ def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mappin
     """Every rank makes gradients of its own part of the batch, to be summed over the data-parallel ranks. Of what
     micro-batches share: weights are gathered in each, and gradients reduced; or once, before and after."""
     found: dict[str, Choose] = {}
-    axes = {axis for axis in ("replicate", "shard") if configuration.axes.get(axis, 1) > 1}
+    summed = {*configuration.batch_axes, *configuration.stored_axes}
+    summed |= {"cp"} if configuration.context > 1 else set()
+    stored, by_expert = frozenset(configuration.stored_axes), frozenset(configuration.expert_axes)
+    experts = made_of_experts(joint) if by_expert else frozenset()
+    named = {spec.name for node, spec in joint.given if node in experts}
     for spec, node in joint.returned:
         if spec.kind == "grad" and node is not None:
-            found[_made(node).name] = _most(lambda one: len(axes & {axis for axis, _ in one.partial}))
-    for node in joint.graph.nodes if configuration.shard > 1 else ():
+            axes = summed - by_expert if spec.name in named else summed
+            found[_made(node).name] = _most(
+                lambda one, axes=axes: len(axes & {axis for axis, _ in one.partial})
+            )
+    for node in joint.graph.nodes if stored else ():
         if is_use(node) and node.meta.get("runs") == "before":
-            found[node.name] = _most(lambda one: ("shard" in one.axes) == configuration.each_piece)
+            sign, axes = (
+                1 if configuration.each_piece else -1,
+                stored - by_expert if node in experts else stored,
+            )
+            found[node.name] = _most(lambda one, sign=sign, axes=axes: sign * len(axes & _splits(one)))
         elif is_collect(node) and configuration.each_piece:
-            found[node.name] = _most(lambda one: "shard" in one.axes)
+            found[node.name] = _most(lambda one: len(stored & _splits(one)))
     return found
+
+
+def _splits(layout: Layout) -> frozenset[str]:
+    """Axes that split a dim: not those over which it is a sum to come."""
+    return frozenset(itertools.chain(*layout.dims))
 
 
 def _made(gradient: fx.Node) -> fx.Node:

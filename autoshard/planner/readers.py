@@ -105,14 +105,16 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
     if schedule.lower() not in _SCHEDULES:
         raise parallel.error("pipeline_parallel_schedule", schedule, "1F1B, GPipe or Interleaved1F1B")
     at_once = parallel("pipeline_parallel_microbatch_size", 1)
-    parallel.only("context_parallel_degree", 1, remedy="context_parallel_degree = 1, and --hf --mesh")
-    parallel.only("expert_parallel_degree", 1, remedy="expert_parallel_degree = 1, and --hf --mesh")
+    context, experts = parallel("context_parallel_degree", 1), parallel("expert_parallel_degree", 1)
+    expert_tensor = parallel("expert_tensor_parallel_degree", tensor)
+    if expert_tensor not in (1, tensor):
+        raise parallel.error("expert_tensor_parallel_degree", expert_tensor, f"1 or {tensor}")
     parallel.only("fsdp_reshard_after_forward", "default", "always", "never")
     parallel.left("disable_loss_parallel", "enable_async_tensor_parallel", "enable_compiled_autograd",
                   "pipeline_parallel_layers_per_stage", "pipeline_parallel_split_points", "module_fqns_per_model_part",
                   "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")  # fmt: skip
     if shard == -1:
-        shard = _of_gpus(where, gpus, replicate * tensor * stages)
+        shard = _of_gpus(where, gpus, replicate * context * tensor * stages)
     local = training("local_batch_size", training("batch_size", 8))
     batch, sequence = training("global_batch_size", -1), training("seq_len", 2048)
     training.only("mixed_precision_param", "bfloat16")
@@ -142,6 +144,9 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
             "recompute": 'activation_checkpoint.mode = "{}"'.format,
         },
         unread=tuple(sections),
+        context=context,
+        experts=experts,
+        expert_tensor=tensor > 1 and expert_tensor == tensor,
     )  # fmt: skip
 
 
@@ -151,6 +156,7 @@ def megatron(text: str, gpus: int | None) -> Configuration:
     sizes = ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "seq-length",
              "micro-batch-size", "global-batch-size", "vocab-size", "tensor-model-parallel-size",
              "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
+             "expert-tensor-parallel-size", "num-experts",
              "num-layers-per-virtual-pipeline-stage", "max-position-embeddings", "world-size")  # fmt: skip
     flags = ("sequence-parallel", "use-distributed-optimizer", "use-torch-fsdp2", "recompute-activations", "swiglu",
              "untie-embeddings-and-output-weights", "group-query-attention", "bf16", "fp16")  # fmt: skip
@@ -171,8 +177,7 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         any_but=(
             "parallel",
             "pipeline",
-            "expert",
-            "moe",
+            "capacity",
             "fp8",
             "fp4",
             "offload",
@@ -182,13 +187,13 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         )
     )
     of = lambda name, default: getattr(known, name.replace("-", "_")) or default
-    for name in ("context-parallel-size", "expert-model-parallel-size"):
-        if of(name, 1) > 1:
-            raise rest.error(f"--{name}", of(name, 1), f"the arguments without --{name}")
     if known.fp16 or not known.bf16:
         raise rest.error("--fp16" if known.fp16 else "--bf16", known.bf16, "--bf16")
     tensor, stages = of("tensor-model-parallel-size", 1), of("pipeline-model-parallel-size", 1)
-    data = _of_gpus(where, gpus, tensor * stages, known.world_size)
+    context, expert_tensor = of("context-parallel-size", 1), of("expert-tensor-parallel-size", tensor)
+    if expert_tensor not in (1, tensor):
+        raise rest.error("--expert-tensor-parallel-size", expert_tensor, f"1 or {tensor}")
+    data = _of_gpus(where, gpus, tensor * context * stages, known.world_size)
     split = known.use_distributed_optimizer or known.use_torch_fsdp2
     # What "selective" runs again, products of queries and keys, flash attention never keeps.
     again: Recompute = "full" if known.recompute_granularity == "full" else "none"
@@ -204,11 +209,14 @@ def megatron(text: str, gpus: int | None) -> Configuration:
             "recompute": lambda how: f"{'--' if how == 'full' else 'no --'}recompute-granularity full",
         },
         unread=tuple(word for word in unread if word.startswith("--")),
+        context=context,
+        experts=of("expert-model-parallel-size", 1),
+        expert_tensor=tensor > 1 and expert_tensor == tensor,
     )  # fmt: skip
 
 
 def _megatron_model(known: argparse.Namespace) -> dict[str, Any] | None:
-    if not (known.num_layers and known.hidden_size and known.num_attention_heads):
+    if known.num_experts or not (known.num_layers and known.hidden_size and known.num_attention_heads):
         return None
     width, heads, vocabulary = known.hidden_size, known.num_attention_heads, known.vocab_size or 50304
     length = known.max_position_embeddings or known.seq_length or 2048
@@ -248,8 +256,7 @@ def accelerate(path: Path, gpus: int | None) -> Configuration:
     fsdp = _Options(said("fsdp_config", {}), f"{where}, fsdp_config")
     sizes = _Options(said("parallelism_config", {}), f"{where}, parallelism_config")
     of = lambda name: sizes(f"parallelism_config_{name}_size", 1)
-    replicate, shard, tensor = of("dp_replicate"), of("dp_shard"), of("tp")
-    sizes.only("parallelism_config_cp_size", 1)
+    replicate, shard, context, tensor = of("dp_replicate"), of("dp_shard"), of("cp"), of("tp")
     sizes.only("parallelism_config_sp_size", 1)
     sizes.left("parallelism_config_cp_comm_strategy", "parallelism_config_cp_backend")
     strategy = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
@@ -268,7 +275,7 @@ def accelerate(path: Path, gpus: int | None) -> Configuration:
     processes, accumulation = said("num_processes", 1), said("gradient_accumulation_steps", 1)
     unread = said.left(any_but=("deepspeed", "megatron", "fp8", "tpu", "ipex"))
     if replicate * shard == 1:
-        data = _of_gpus(where, gpus, tensor, processes)
+        data = _of_gpus(where, gpus, context * tensor, processes)
         split = kind == "FSDP" and sharding != "NO_SHARD"
         replicate, shard = (1, data) if split else (data, 1)
     once = sharding == "SHARD_GRAD_OP" or reshards in ("FALSE", "SHARD_GRAD_OP")
@@ -283,4 +290,5 @@ def accelerate(path: Path, gpus: int | None) -> Configuration:
             "recompute": lambda how: f"fsdp_activation_checkpointing: {str(how == 'full').lower()}",
         },
         unread=unread,
+        context=context,
     )  # fmt: skip

@@ -251,9 +251,10 @@ def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Has
     steps = _steps_from(groups, sort)
     if steps is None:
         return False
-    numbers = {node: i for i, node in enumerate([tensor_at(sort), sort, *steps])}
+    numbers = {node: i for i, node in enumerate([*_as_they_come(sort), sort, *steps])}
     look = lambda node: (node.target, map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n])))
-    key = repr((*map(look, steps), shape_of(tensor_at(sort)), experts))
+    shapes = [shape_of(node) for node in _as_they_come(sort)]
+    key = repr((*map(look, steps), shapes, experts))
     if key not in tried:
         tried[key] = all(
             torch.equal(_computed(steps, sort, ids)[groups], ids.sort().values)
@@ -264,10 +265,11 @@ def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Has
 
 def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
     """The ops from the sorted ids to `groups`, in order; None if they read anything else."""
+    given = {sort, *_as_they_come(sort)}
     needed, left = set[fx.Node](), [groups]
     while left:
         node = left.pop()
-        if node in needed or node in (sort, tensor_at(sort)):
+        if node in needed or node in given:
             continue
         if node.op != "call_function" or len(needed) > 64:
             return None
@@ -276,8 +278,17 @@ def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
     return [node for node in sort.graph.nodes if node in needed]
 
 
+def _as_they_come(sort: fx.Node) -> list[fx.Node]:
+    """The ids that are sorted, and what they are a reshape of."""
+    found = [tensor_at(sort)]
+    while found[-1].target is aten.reshape.default:
+        found.append(tensor_at(found[-1]))
+    return found
+
+
 def _computed(steps: list[fx.Node], sort: fx.Node, ids: torch.Tensor) -> dict[fx.Node, Any]:
-    values: dict[fx.Node, Any] = {tensor_at(sort): ids, sort: ids.sort(stable=True)}
+    come = {node: ids.reshape([counts_as(size) for size in shape_of(node)]) for node in _as_they_come(sort)}
+    values: dict[fx.Node, Any] = {**come, sort: ids.sort(stable=True)}
     for node in steps:
         args, kwargs = map_aggregate(map_arg((node.args, node.kwargs), values.__getitem__), counts_as)
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator]

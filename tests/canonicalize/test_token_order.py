@@ -37,10 +37,14 @@ class Experts(nn.Module):
     """Two experts of four for each token, as Transformers and others write it."""
 
     def __init__(
-        self, count: Callable[[Tensor], Tensor] = _one_hot, back: str = "argsort", across: bool = False
+        self,
+        count: Callable[[Tensor], Tensor] = _one_hot,
+        back: str = "argsort",
+        across: bool = False,
+        unsorted: bool = False,
     ) -> None:
         super().__init__()
-        self.count, self.back, self.across = count, back, across
+        self.count, self.back, self.across, self.unsorted = count, back, across, unsorted
         self.router = nn.Linear(8, 4)
         self.up = nn.Parameter(torch.randn(4, 8, 6) / 4)
         self.down = nn.Parameter(torch.randn(4, 6, 8) / 4)
@@ -50,7 +54,8 @@ class Experts(nn.Module):
         tokens = x.reshape(-1, 8)
         weights, experts = self.router(tokens).softmax(-1).topk(2)
         sorted_ids, order = experts.reshape(-1).sort()
-        ends = self.count(sorted_ids).cumsum(0).to(torch.int32)
+        counted = experts.flatten() if self.unsorted else sorted_ids
+        ends = self.count(counted).cumsum(0).to(torch.int32)
         hidden = F.grouped_mm(tokens[order // 2], self.up, offs=ends) + self.bias[sorted_ids]
         hidden = hidden.cumsum(0) if self.across else hidden
         y = F.grouped_mm(hidden.relu(), self.down, offs=ends) * weights.reshape(-1)[order, None]
@@ -86,6 +91,12 @@ def test_batch_and_sequence_are_dims_of_the_rows(count: Callable[[Tensor], Tenso
     counted, products = _canonical(Experts(count, back))
     assert counted["sort"] == 0
     assert sorted(products) == [(3, 7, 2, 6), (3, 7, 2, 6), (3, 7, 2, 8), (3, 7, 2, 8)]
+
+
+@pytest.mark.parametrize("count", [_counted, _one_hot])
+def test_groups_are_counted_before_the_sort(count: Callable[[Tensor], Tensor]) -> None:
+    """What is element by element of the ids, as `bincount`'s check of them, is computed before they are flat."""
+    assert _canonical(Experts(count, "added", unsorted=True))[0]["sort"] == 0
 
 
 @pytest.mark.parametrize("model", [Experts(_capped), Experts(across=True)], ids=["capped", "across"])

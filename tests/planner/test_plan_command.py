@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan
 from autoshard.planner.configuration import Configuration
@@ -64,6 +65,59 @@ def test_gathers_of_each_piece_cost_more_than_those_of_a_step() -> None:
     call = given().call(8, 0, "none")
     runs = [priced(call, one, 8, WAITING) for one in (each, replace(each, each_piece=False))]
     assert runs[0].seconds > 1.2 * runs[1].seconds
+
+
+def test_gradients_of_zero_3_stay_split_between_pieces() -> None:
+    """1,104 float32 numbers on 2 ranks."""
+    each = Configuration("accelerate", shard=2, accumulation=4)
+    plan, _ = configured_plan(given().call(8, 0, "none"), each, 8, WAITING)
+    half = 4 * (16 * 64 + 64 + 64 * 16 + 16) / 2
+    assert isinstance(plan, Plan) and plan.memory
+    assert plan.memory.by_kind["gradients"] == pytest.approx(half, abs=8)
+
+
+def test_context_parallelism_splits_the_sequence_and_sums_gradients() -> None:
+    one = Configuration("torchtitan", context=2, accumulation=1)
+    assert collectives(one)["backward all_reduce"] == 4
+    plan, _ = configured_plan(given().call(8, 0, "none"), one, 8, WAITING)
+    layouts = {r.name: str(r.results[0].layout) for r in plan.records if r.results}
+    assert layouts["args_0"] == layouts["add_2"] == "[-, @cp, -]" and layouts["up_weight"] == "[-, -]"
+    stored = collectives(Configuration("torchtitan", shard=2, context=2, accumulation=1))
+    assert stored["forward all_gather"] == 4 and stored["backward reduce_scatter"] == 4
+
+
+class Mixture(nn.Module):
+    """Of each of 64 tokens its two best of 4 experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.up, self.down = nn.Parameter(torch.empty(4, 32, 16)), nn.Parameter(torch.empty(4, 16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, ids = self.router(tokens).softmax(-1).topk(2)
+        order = ids.flatten().argsort()
+        ends = torch.bincount(ids.flatten(), minlength=4).cumsum(0).to(torch.int32)
+        rows = tokens.repeat_interleave(2, 0)[order]
+        hidden = torch._grouped_mm(rows, self.up.transpose(1, 2), offs=ends).relu()
+        made = (
+            torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        )
+        return (x + torch.zeros_like(tokens).index_add(0, order // 2, made).view_as(x)).square().mean()
+
+
+def test_experts_are_divided_and_other_weights_as_they_are() -> None:
+    """Over one axis that is the batch's too."""
+    with torch.device("meta"):
+        call = Mixture().bfloat16(), (torch.zeros(8, 8, 16, dtype=torch.bfloat16),), {}
+    for sizes, others in (((2, 1), Replicate()), ((1, 2), Shard(0))):
+        one = Configuration("Megatron-LM", 1, *sizes, experts=2, accumulation=1)
+        plan, _ = configured_plan(call, one, 8, WAITING)
+        assert plan.mesh.names == ("ep",)
+        assert plan.parameters["up"] == plan.parameters["down"] == (Shard(0),)
+        assert plan.parameters["router.weight"] == (others,)
+        assert not [one for one in plan.collectives if one.nbytes >= 2 * 4 * 32 * 16]
 
 
 def test_flops_of_a_step_are_three_times_those_of_the_forward() -> None:

@@ -81,6 +81,35 @@ def test_accelerate(tmp_path: Path) -> None:
     assert hugging_face(tmp_path, sizes).axes == {"replicate": 2, "shard": 4}
 
 
+def test_context_is_a_part_of_the_devices(tmp_path: Path) -> None:
+    """16 devices: 2 for sequences and 4 for products leave 2 for the batch."""
+    found = titan(
+        tmp_path, "tensor_parallel_degree = 4", "tensor_parallel_degree = 4\ncontext_parallel_degree = 2"
+    )
+    assert found.axes == {"shard": 2, "cp": 2, "tp": 4} and found.gpus == 16 and found.pieces(16) == 4
+    assert found.batch_axes == ("shard",) and found.stored_axes == ("shard", "cp")
+    sizes = "parallelism_config:\n  parallelism_config_cp_size: 4\n"
+    assert hugging_face(tmp_path, sizes).axes == {"shard": 2, "cp": 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "axes", "over"),
+    [
+        # By expert over tensor too, or over data alone, where products of experts are split over tensor.
+        ("--expert-tensor-parallel-size 1", {"pp": 4, "replicate": 2, "ep": 2, "tp": 2}, ("ep", "tp")),
+        ("", {"pp": 4, "ep": 4, "tp": 2}, ("ep",)),
+    ],
+)
+def test_experts_take_neighbours(more: str, axes: dict[str, int], over: tuple[str, ...]) -> None:
+    """32 devices, 8 of a stage, 4 of them of the batch, and 4 expert-parallel ranks."""
+    found = megatron(f"{MEGATRON} --num-experts 8 --expert-model-parallel-size 4 {more}", 32)
+    assert found.axes == axes and found.expert_axes == over and found.model is None
+    assert found.pieces(64) == 8
+    wrong = megatron(f"{MEGATRON} --num-experts 8 --expert-model-parallel-size 3", 32)
+    with pytest.raises(ShardingError, match="3 expert-parallel ranks are not"):
+        _ = wrong.axes
+
+
 def test_others_are_divisions_of_as_many_devices(tmp_path: Path) -> None:
     found = titan(tmp_path)
     others = list(found.others())
@@ -97,7 +126,11 @@ def test_others_are_divisions_of_as_many_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("tensor_parallel_degree = 4", "context_parallel_degree = 2", "context_parallel_degree is 2"),
+        (
+            "tensor_parallel_degree = 4",
+            "tensor_parallel_degree = 4\nexpert_tensor_parallel_degree = 2",
+            "expert_tensor_parallel_degree is 2",
+        ),
         ("tensor_parallel_degree = 4", "new_degree = 4", "new_degree is 4"),
         ("tensor_parallel_degree = 4", "tensor_parallel_degree = 'x'", "tensor_parallel_degree is 'x'"),
         ("tensor_parallel_degree = 4", "tensor_parallel_degree = 5", "no multiple of the 5"),
@@ -115,8 +148,8 @@ def test_what_torchtitan_cannot_have_priced(tmp_path: Path, old: str, new: str, 
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ("--context-parallel-size 2", "--context-parallel-size is 2"),
-        ("--moe-grouped-gemm", "--moe-grouped-gemm"),
+        ("--expert-tensor-parallel-size 4", "--expert-tensor-parallel-size is 4"),
+        ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor"),
         ("--seq-length x", "--seq-length"),
         ("--fp16", "--fp16"),
     ],

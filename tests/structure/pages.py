@@ -12,7 +12,7 @@ from tests.structure.source_tree import ROOT
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "decisions"]
-WRITTEN = (DOCS / "models.md", DOCS / "trace.md", DOCS / "versions.md")
+WRITTEN = (DOCS / "board.md", DOCS / "models.md", DOCS / "trace.md", DOCS / "versions.md")
 """By code."""
 
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
