@@ -10,7 +10,7 @@ from torch import fx
 
 from cost_model.errors import ShardingError
 from passes.canonicalize.mark_rows import LAST
-from passes.canonicalize.normalize_arguments import MergeDuplicates
+from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
 from passes.ir.graph_pass import erase_dead, run_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.op_traits import when_run
@@ -114,7 +114,7 @@ class _Builder:
         return StageGraph(
             self.stage,
             self.assigned.stages,
-            run_passes(joint, (MergeDuplicates(), *LAST)),
+            run_passes(joint, (NormalizeArguments(), MergeDuplicates(), *LAST)),
             tuple(self._call_inputs(needed).values()),
             tuple(spec.index for spec, _ in self.outputs),
             self._crossings(self.stage - 1),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.simulate.reference import graph_values, reference_inputs
 from passes.stages.choose_cut import choose_cut
 from passes.stages.cut_costs import cut_costs
@@ -82,3 +83,23 @@ def test_outputs_of_all_kinds_and_gradients_of_inputs(stages: int, grad: bool) -
     graphs = check(joint, model, given, stages)
     returned = sorted(index for graph in graphs for index in graph.outputs)
     assert returned == [0, 1, 2, 3, 4]
+
+
+class Scattered(nn.Module):
+    """Its rule writes slices as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.scatter(1, torch.full((1, 1, 1), 3), 0.7)).relu())
+
+
+def test_stages_of_a_cut_scatter() -> None:
+    """By the checks of passes: each spells as the first graph does."""
+    cut = cut_for_stages(
+        canonical_capture(Scattered().double(), (torch.randn(3, 8, 8).double(),), {}).joint, 3
+    )
+    place = cut_costs(cut, lambda n: 1.0).places[-1]
+    assert len(stage_graphs(cut, [place.op])) == 2

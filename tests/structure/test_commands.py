@@ -40,6 +40,7 @@ _SMALLEST = (
     ("benchmarks/fuzz_bounds.py", "--cases", "1"),
     ("benchmarks/policies.py", "--problem", "pinned", "--policy", "turned"),
     ("benchmarks/walk.py",),
+    ("tests/fuzz/__main__.py", "--cases", "1"),
     ("tests/spatial/test_window_rules.py", "1"),
     ("tests/spatial/test_more_window_rules.py", "1"),
     ("tests/spatial/test_moving_rules.py", "1"),
