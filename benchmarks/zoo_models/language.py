@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from benchmarks.zoo_models.row import Made, Row
 from benchmarks.zoo_models.tiny import labels, masked, tiny, tokens
 
@@ -110,6 +112,9 @@ _ENCODERS = [
 
 def _translator(kind: str, options: Mapping[str, Any]) -> Made:
     model, ids = tiny("ForConditionalGeneration", kind, **options), tokens()
+    for module in model.modules():
+        if "Router" in type(module).__name__:
+            module.dtype = torch.float64  # type: ignore[assignment]
     given = {"input_ids": ids, "attention_mask": masked(ids), "labels": tokens(length=8), "use_cache": False}
     return model, given
 

@@ -182,7 +182,11 @@ def _among(x: Rows, same: Choice, mask: Tensor) -> Rows:
 
 
 def _at_rows(x: Tensor, parts: tuple[Any, ...]) -> Rows:
-    """`x[i, j]` of places that a mask chose: [n, *the rest of x]."""
+    """`x[i, j]` of places that a mask chose: [n, *the rest of x]; `x[None, i]`: [1, n, *the rest]."""
+    if parts[0] is None:
+        rows = _at_rows(x, parts[1:])
+        rows.ones += 1
+        return rows
     first = next(i for i, part in enumerate(parts) if isinstance(part, Rows))
     if first:
         x = Tensor.__getitem__(x, parts[:first])

@@ -24,6 +24,7 @@ from passes.capture.rows import (
     pointwise,
     rows_in,
     unknown,
+    without_ones,
 )
 
 _EACH = """
@@ -84,6 +85,8 @@ def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _FACTS:
         return plainly(func, args, kwargs)
+    if any(rows.ones for rows in rows_in((args, kwargs))):
+        return without_ones(name, func, args, kwargs)
     if name in _SPECIAL:
         return _SPECIAL[name](*args, **kwargs)
     if name in _LOSSES:

@@ -184,7 +184,7 @@ def _check_unwritten(rows: Rows) -> None:
 def _those_there(rows: Rows) -> Tensor:
     _check_unwritten(rows)
     if rows.counted is None:
-        rows.counted = rows.padded.index_select(0, _places(rows.choice))
+        rows.counted = rows.padded.index_select(0, _places(rows.choice))[(None,) * rows.ones]
         rows.copies.append((rows.counted, rows.counted._version))
     return rows.counted
 

@@ -51,18 +51,20 @@ class Choice:
         """[n, *any], of which these are there."""
         rows = bare_tensor(Rows, padded)
         rows.padded, rows.choice = filled(padded, self.valid), self
-        rows.places, rows.is_aliased = places, False
+        rows.places, rows.is_aliased, rows.ones = places, False, 0
         rows.counted, rows.copies = None, []
         return rows
 
 
 class Rows(Tensor):
-    """padded: [n, *any]. places: its values in all rows, real ones, where they are places in a mask.
+    """padded: [n, *any]. ones: dims of one in front of the rows, `x[None, i]`. places: its values in all rows, real
+    ones, where they are places in a mask.
     is_aliased: another may share its memory, in a run of the forward. counted: as many as there are, which stand for
     all that is done from then on; copies: of those that share its memory, with their versions."""
 
     padded: Tensor
     choice: Choice
+    ones: int
     places: Tensor | None
     is_aliased: bool
     counted: Tensor | None
@@ -120,7 +122,8 @@ def unknown(name: str, choice: Choice) -> RowsUnknown:
 
 def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function of all rows."""
-    bare: Any = pytree.tree_map_only(Rows, lambda rows: rows.padded, (args, kwargs))
+    whole = lambda rows: rows.padded[(None,) * rows.ones] if rows.ones else rows.padded
+    bare: Any = pytree.tree_map_only(Rows, whole, (args, kwargs))
     return func(*bare[0], **bare[1])
 
 
@@ -153,3 +156,16 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{name_of(func)} of them and of a tensor of shape {list(leaf.shape)}", rows[0].choice
             )
     return by_row(func, args, kwargs)
+
+
+def without_ones(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
+    """Where the dims in front of the rows are taken off again: `x[None, i].reshape(-1, x.shape[-1])`."""
+    rows = args[0] if args else None
+    if name in ("reshape", "view", "flatten", "squeeze") and isinstance(rows, Rows):
+        made = plainly(func, args, kwargs)
+        if made.shape == rows.padded.shape:
+            plain = rows.choice.rows(made)
+            plain.copies = rows.copies
+            plain.is_aliased = rows.is_aliased = True
+            return plain
+    raise unknown(name, one_choice((args, kwargs)))

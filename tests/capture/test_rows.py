@@ -105,7 +105,7 @@ def experts_hit(m: Model, h: Tensor, y: Tensor) -> Tensor:
         out.index_add_(0, i, F.linear(z[i], weights[e]))
     for e in routed[:3].sum(-1).gt(0).nonzero().flatten():
         (i,) = torch.where(routed[e])
-        out.index_add_(0, i, m.experts[e](z[i]))  # pyright: ignore
+        out.index_add_(0, i, m.experts[e](z[None, i].reshape(-1, z.shape[-1])))  # pyright: ignore
     return out
 
 
@@ -121,6 +121,8 @@ def their_number(m: Model, h: Tensor, y: Tensor) -> Any:
         rows * len(rows),
         (h[y > 0] * h[y > 1].repeat(2, 1)[:7]).sum(),
         rows[rows[:, 0] > 0].shape[0] * h,
+        h[None, i, j] * 2,
+        h[None, i, j].flatten(0, 1).sum(0),
     )
 
 
