@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -46,6 +48,7 @@ class ParallelRow:
     source: str
     note: str
 
+    @mock.patch("time.monotonic", time.process_time)
     def predicted(self, seconds: float) -> Run:
         """A step as it ran. seconds: of processor time for each search."""
         values = dict(_models()[self.model.replace("-3.1-", "-3-")])

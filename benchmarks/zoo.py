@@ -2,8 +2,10 @@
 
     python -m benchmarks.zoo                                  # all, prints a table
     python -m benchmarks.zoo --models Llama Mamba --ranks 1     # also trained on 2 gloo ranks
-    python -m benchmarks.zoo --keep zoo.json --ranks 3          # a third of them trained; kept, to go on from
-    python -m benchmarks.zoo --keep zoo.json --pages 2026-11-28 # docs/models.md, benchmarks/results/models.md
+    python -m benchmarks.zoo --keep zoo.jsonl --ranks 3         # a third of them trained; kept, to go on from
+    python -m benchmarks.zoo --keep benchmarks/zoo_models/kept.jsonl --pages 2026-11-28
+
+The last writes docs/models.md and benchmarks/results/models.md of what is kept there.
 
 Random weights, float64, one or two layers. Prices are of a CPU whose kernels are 100 times slower: there it pays to
 split even these. Every plan is run in lockstep on simulated ranks of a 2 x 2 mesh, forward and backward, against the

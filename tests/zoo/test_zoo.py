@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.zoo import examined
 from benchmarks.zoo_models import ROWS
+from benchmarks.zoo_models.page import models_page, read
 from benchmarks.zoo_models.row import ALONE, HOLDS, NAMED, Row
 from tests.structure.source_tree import ROOT
 
@@ -24,5 +25,6 @@ def test_it_holds(row: Row) -> None:
 
 def test_the_page_has_all_of_them() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
+    assert page == models_page(read(ROOT / "benchmarks" / "zoo_models" / "kept.jsonl").values())
     found = re.findall(r"^\| (?!model \|)(.+?) \| .+ \| .+ \|$", page, re.MULTILINE)
     assert sorted(found) == sorted(row.name for row in ROWS)
