@@ -117,6 +117,10 @@ FAMILIES = (
 )
 
 
+OF_WEIGHTS = tuple(family for family in FAMILIES if family.inner in ("whole", "stored", "used"))
+"""Those that say how weights are, which searches try beside what they find."""
+
+
 def family_named(name: str) -> Family | None:
     """By its name or another name of it; case, and signs between words, do not matter."""
     return _by_name().get(_plain(name))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.plan.families import FAMILIES, Family, Role, family_named
+from autoshard.plan.families import OF_WEIGHTS, Family, Role, family_named
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
@@ -273,8 +273,7 @@ def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[FamilyWithin]
     assert fsdp is not None
     count = len(joint.graph.nodes)
     first = [fsdp] if count <= FEW_NODES else []
-    of_weights = [family for family in FAMILIES if family.inner in ("whole", "stored", "used")]
-    others = [family for family in of_weights if family is not fsdp and count <= SMALL_NODES]
+    others = [family for family in OF_WEIGHTS if family is not fsdp and count <= SMALL_NODES]
     for family in (*first, *others):
         with suppress(InfeasibleError):
             yield FamilyWithin(family_narrowing(family, joint, mesh))

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from autoshard.plan.families import FAMILIES, Variant
+from autoshard.plan.families import OF_WEIGHTS, Variant
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.task import Task, search_plan, search_plans
@@ -83,7 +83,7 @@ def with_first(plan: Plan, others: Sequence[Candidate], most: int) -> list[Candi
 
 def _of_families(task: Task, deadline: Deadline) -> Iterator[Candidate]:
     """The best plan of every family that has one, with the task's own pins. None once time is over."""
-    for family in FAMILIES:
+    for family in OF_WEIGHTS:
         if deadline.left <= 0.0:
             return
         try:

@@ -185,11 +185,11 @@ def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mappin
             )
     for node in joint.graph.nodes if stored else ():
         if is_use(node) and node.meta.get("runs") == "before":
-            sign, axes = (
-                1 if configuration.each_piece else -1,
+            axes, sign = (
                 stored - by_expert if node in experts else stored,
+                1 if configuration.each_piece else -1,
             )
-            found[node.name] = _most(lambda one, sign=sign, axes=axes: sign * len(axes & _splits(one)))
+            found[node.name] = _most(lambda one, axes=axes, sign=sign: sign * len(axes & _splits(one)))
         elif is_collect(node) and configuration.each_piece:
             found[node.name] = _most(lambda one: len(stored & _splits(one)))
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from autoshard.plan.families import FAMILIES, Family
+from autoshard.plan.families import OF_WEIGHTS, Family
 from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan import Plan
@@ -176,7 +176,7 @@ class Rounds:
         return (*self._next, *self._families)
 
     def _best_of_families(self) -> Iterator[TimedCandidate]:
-        for family in FAMILIES:
+        for family in OF_WEIGHTS:
             deadline = self._families_deadline
             plan = self._family_plan(family, deadline) if deadline.left > 0.0 else None
             if plan is not None and not plan.joined_axes:

@@ -184,7 +184,8 @@ def _check_unwritten(rows: Rows) -> None:
 def _those_there(rows: Rows) -> Tensor:
     _check_unwritten(rows)
     if rows.counted is None:
-        rows.counted = rows.padded.index_select(0, _places(rows.choice))[(None,) * rows.ones]
+        found = rows.padded.index_select(0, _places(rows.choice))
+        rows.counted = found[(None,) * rows.ones] if rows.ones else found
         rows.copies.append((rows.counted, rows.counted._version))
     return rows.counted
 
