@@ -94,8 +94,8 @@ class Configuration:
 
     @property
     def stored_axes(self) -> tuple[str, ...]:
-        """Over which weights are stored split and gathered."""
-        if self.shard == 1:
+        """Over which weights are stored split and gathered: of the batch and of sequences, where not whole on all."""
+        if self.shard == 1 and self.replicate > 1:
             return ()
         return tuple(name for name in ("shard", "ep", "cp") if name in self.axes)
 

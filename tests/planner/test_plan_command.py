@@ -77,13 +77,17 @@ def test_gradients_of_zero_3_stay_split_between_pieces() -> None:
 
 
 def test_context_parallelism_splits_the_sequence_and_sums_gradients() -> None:
-    one = Configuration("torchtitan", context=2, accumulation=1)
+    one = Configuration("torchtitan", replicate=2, context=2, accumulation=1)
     assert collectives(one)["backward all_reduce"] == 4
     plan, _ = configured_plan(given().call(8, 0, "none"), one, 8, WAITING)
     layouts = {r.name: str(r.results[0].layout) for r in plan.records if r.results}
-    assert layouts["args_0"] == layouts["add_2"] == "[-, @cp, -]" and layouts["up_weight"] == "[-, -]"
-    stored = collectives(Configuration("torchtitan", shard=2, context=2, accumulation=1))
-    assert stored["forward all_gather"] == 4 and stored["backward reduce_scatter"] == 4
+    assert layouts["args_0"] == layouts["add_2"] == "[@replicate, @cp, -]" and layouts["up_weight"] == "[-, -]"
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_weights_are_split_over_context_too(shard: int) -> None:
+    found = collectives(Configuration("torchtitan", shard=shard, context=2, accumulation=1))
+    assert found["forward all_gather"] >= 4 and found["backward reduce_scatter"] == 4
 
 
 class Mixture(nn.Module):
