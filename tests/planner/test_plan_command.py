@@ -81,7 +81,9 @@ def test_context_parallelism_splits_the_sequence_and_sums_gradients() -> None:
     assert collectives(one)["backward all_reduce"] == 4
     plan, _ = configured_plan(given().call(8, 0, "none"), one, 8, WAITING)
     layouts = {r.name: str(r.results[0].layout) for r in plan.records if r.results}
-    assert layouts["args_0"] == layouts["add_2"] == "[@replicate, @cp, -]" and layouts["up_weight"] == "[-, -]"
+    assert (
+        layouts["args_0"] == layouts["add_2"] == "[@replicate, @cp, -]" and layouts["up_weight"] == "[-, -]"
+    )
 
 
 @pytest.mark.parametrize("shard", [1, 2])
