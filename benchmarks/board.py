@@ -20,17 +20,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.published import hand_step
+from benchmarks.published import DEPTHS, hand_step
 from benchmarks.published_parallel import ParallelRow, parallel_rows
-from benchmarks.published_rows import ROWS, Row, profile_of, read_rows
+from benchmarks.published_rows import AGAIN, ROWS, Row, profile_of, read_rows, run_name
 from cost_model.errors import InfeasibleError
 
 __all__ = ["PAGE", "Entry", "board_page", "configured", "kept", "known_runs", "off"]
 
 KEPT = Path(__file__).parent / "published" / "board.json"
 PAGE = Path(__file__).parents[1] / "docs" / "board.md"
-DEPTHS = (3, 5)
-"""Of models of equal layers, from which a step of all of them follows."""
 SOURCES = {
     "mpt.csv": "mosaicml/llm-foundry, scripts/train/benchmarking",
     "torchtitan.csv": "pytorch/torchtitan, benchmarks",
@@ -74,12 +72,9 @@ def known_runs() -> Iterator[Run]:
             yield Run(entry, lambda entry, _, row=row: _by_hand(entry, row))
     for row in parallel_rows():
         layers = "" if row.layers is None else f" of {row.layers} layers"
-        sequence, gpu = row.configuration.sequence, row.gpu.split("_")[0].upper()
-        again = {"none": "", "selective": "; ops again", "full": "; blocks again"}[
-            row.configuration.recompute
-        ]
-        run = f"{row.model}{layers}, {sequence:,}, {row.gpus} x {gpu}"
-        entry = Entry(run, f"{row.said}{again}", row.source, row.rate, None)
+        run = run_name(f"{row.model}{layers}", row.configuration.sequence, row.gpus, row.gpu)
+        ran = "; ".join(filter(None, (row.said, AGAIN[row.configuration.recompute])))
+        entry = Entry(run, ran, row.source, row.rate, None)
         yield Run(entry, lambda entry, seconds, row=row: configured(entry, row, seconds))
 
 
@@ -94,8 +89,7 @@ def configured(entry: Entry, row: ParallelRow, seconds: float) -> Entry:
         run = row.predicted(seconds)
     except InfeasibleError as error:
         return replace(entry, said=str(error).splitlines()[0])
-    figure = row.rate if row.flops is None else row.published(run)
-    return replace(entry, predicted=row.rate_of(run), published=figure, nbytes=run.nbytes)
+    return replace(entry, predicted=row.rate_of(run), published=row.published(run), nbytes=run.nbytes)
 
 
 def kept(path: Path = KEPT) -> dict[tuple[str, str], Entry]:

@@ -43,6 +43,9 @@ from passes.search.search_terms import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 
+DEPTHS = (3, 5)
+"""Of models of equal layers, from which a step of all of them follows."""
+
 
 @dataclass(frozen=True)
 class ByHand:
@@ -179,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--no-search", action="store_true", help="only the plans run by hand")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each search of a plan")
-    parser.add_argument("--layers", type=int, nargs=2, default=(3, 5), help="two depths to predict from")
+    parser.add_argument("--layers", type=int, nargs=2, default=DEPTHS, help="two depths to predict from")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for path in arguments.rows for row in read_rows(path)]

@@ -63,11 +63,10 @@ class ParallelRow:
         """Tokens a second of a GPU."""
         return self.configuration.batch * self.configuration.sequence / run.seconds / self.gpus
 
-    def published(self, run: Run) -> float:
-        """The same that was published; run: whose operations a token takes."""
-        if self.rate is not None:
+    def published(self, run: Run) -> float | None:
+        """The same that was published, if it was; run: whose operations a token takes."""
+        if self.flops is None:
             return self.rate
-        assert self.flops is not None
         tokens = self.configuration.batch * self.configuration.sequence
         return self.flops / (run.flops / tokens)
 
@@ -101,7 +100,7 @@ def _row(line: Mapping[str, str]) -> ParallelRow:
         line["parallelism"],
         one,
         tokens / step if step else rate,
-        None if step or rate else (flops or 0.0) * 1e12,
+        None if step or rate or not flops else flops * 1e12,
         number("memory_gb"),
         line["source"],
         line["note"],

@@ -12,7 +12,7 @@ from benchmarks.llama3 import LLAMAS
 from benchmarks.mpt import SIZES
 from cost_model.correction import paced_rates
 
-__all__ = ["ROWS", "Row", "gpu_profile", "missing", "profile_of", "read_rows"]
+__all__ = ["AGAIN", "ROWS", "Row", "gpu_profile", "missing", "profile_of", "read_rows", "run_name"]
 
 ROWS = (
     Path(__file__).parent / "published" / "mpt.csv",
@@ -25,7 +25,8 @@ PROFILES: Mapping[str, str] = {
     "a100_40gb": "a100",
 }
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
-AGAIN = ("none", "full", "selective")
+AGAIN: Mapping[str, str] = {"none": "", "full": "blocks again", "selective": "ops again"}
+"""What was computed again, in words."""
 HBM2E, HBM3 = 2.4e12, 3.35e12
 """Bytes a second that the makers state: of torchtitan's H100 and of the profile's."""
 TRITON_FORWARD, TRITON_BACKWARD = 1.4, 2.0
@@ -56,12 +57,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.sequence:,}, {self.gpus} x {self.gpu.split('_')[0].upper()}"
+        return run_name(self.model, self.sequence, self.gpus, self.gpu)
 
     @property
     def ran(self) -> str:
         """How, in words."""
-        again = {"none": "", "full": "blocks again", "selective": "ops again"}[self.checkpointing]
+        again = AGAIN[self.checkpointing]
         pieces = (
             f"{self.accumulation} x {self.micro_batch}" if self.accumulation > 1 else f"{self.micro_batch}"
         )
@@ -86,6 +87,10 @@ class Row:
         if self.checkpointing not in AGAIN or (self.checkpointing == "selective" and self.model in SIZES):
             return f"no policy {self.checkpointing} of what {self.model} computes again"
         return None
+
+
+def run_name(model: str, sequence: int, gpus: int, gpu: str) -> str:
+    return f"{model}, {sequence:,}, {gpus} x {gpu.split('_')[0].upper()}"
 
 
 def missing(rows: Sequence[Row]) -> dict[str, int]:

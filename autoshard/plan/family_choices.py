@@ -69,7 +69,7 @@ class _Wishes:
 
     def all(self) -> Iterator[tuple[str, _Wish]]:
         reads = list(_reads(self.joint))
-        experts = self._experts(reads)
+        split, experts = self._splittable(reads), self._experts(reads)
         for axis, role in self.family.roles(self.mesh):
             if role == "experts":
                 yield from self._by_expert(axis, reads, experts)
@@ -77,12 +77,16 @@ class _Wishes:
                 yield from self._residual(axis, True)
             else:
                 but = experts if (axis, "experts") in self.family.by_axis else frozenset()
-                yield from self._of_weights(axis, role, reads, but)
+                yield from self._of_weights(axis, role, reads, split, but)
 
     def _of_weights(
-        self, axis: str, role: Role, reads: Iterable[_Read], but: Collection[fx.Node]
+        self,
+        axis: str,
+        role: Role,
+        reads: Iterable[_Read],
+        split: Collection[fx.Node],
+        but: Collection[fx.Node],
     ) -> Iterator[tuple[str, _Wish]]:
-        split = self._splittable(reads)
         for parameter in (one for one in _parameters(self.joint) if one not in but):
             if role != "used":
                 yield parameter.name, _stored(axis, role)
@@ -118,14 +122,14 @@ class _Wishes:
         split, experts = self._splittable(reads), self._experts(reads)
         axes = {node: used - by_expert if node in experts else used for node in split}
         axes |= {node: axes.get(node, frozenset()) | by_expert for node in experts}
-        passed = {node.name: of for node, of in passed_on(self.joint).items() if node is not of}
+        passed = {node.name: of for node, of in _passed_on(self.joint).items() if node is not of}
         found = {(name, 0): axes[of] for name, of in passed.items() if axes.get(of)}
         ends = [read for read in reads if read.by_product and axes.get(read.parameter)]
         return found | {(read.reader.name, read.position): axes[read.parameter] for read in ends}
 
     def _experts(self, reads: Iterable[_Read]) -> frozenset[fx.Node]:
         """Weights of experts, of which "experts" speaks. InfeasibleError if there are none."""
-        found = frozenset(read.parameter for read in reads if read.reader.target in ROUTED)
+        found = _expert_weights(reads)
         if not found and any(role == "experts" for _, role in self.family.roles(self.mesh)):
             raise InfeasibleError("the model has no products with experts\n  try: another family")
         return found
@@ -193,14 +197,17 @@ def _parameters(joint: JointGraph) -> list[fx.Node]:
 
 def made_of_experts(joint: JointGraph) -> frozenset[fx.Node]:
     """Weights of experts, and what ops of one operand make of them."""
-    of = passed_on(joint)
-    weights = {read.parameter for read in _reads(joint) if read.reader.target in ROUTED}
-    return frozenset(node for node, parameter in of.items() if parameter in weights)
+    weights = _expert_weights(_reads(joint))
+    return frozenset(node for node, parameter in _passed_on(joint).items() if parameter in weights)
+
+
+def _expert_weights(reads: Iterable[_Read]) -> frozenset[fx.Node]:
+    return frozenset(read.parameter for read in reads if read.reader.target in ROUTED)
 
 
 def _reads(joint: JointGraph) -> Iterator[_Read]:
     """Every read of a parameter by an op of several operands, forward and backward, through casts and views."""
-    of = passed_on(joint)
+    of = _passed_on(joint)
     for node in joint.graph.nodes:
         if node.op == "call_function" and node not in of:
             for position, operand in enumerate(tensor_operands(node)):
@@ -208,7 +215,7 @@ def _reads(joint: JointGraph) -> Iterator[_Read]:
                     yield _Read(of[operand], node, position)
 
 
-def passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+def _passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Parameters, and what ops of one operand make of them -> the parameter."""
     of: dict[fx.Node, fx.Node] = {parameter: parameter for parameter in _parameters(joint)}
     for node in joint.graph.nodes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from benchmarks.board import PAGE, Entry, board_page, configured, kept, known_runs, off
-from benchmarks.published_parallel import parallel_rows
+from benchmarks.published_parallel import ROWS, parallel_rows
 from cost_model.errors import InfeasibleError
 
 RUNS = {one.entry.key: one for one in known_runs()}
@@ -71,3 +72,13 @@ def test_a_run_that_no_plan_is_says_why() -> None:
     row = Mock(predicted=Mock(side_effect=InfeasibleError("no plan\n  try: another")))
     entry = configured(Entry("a", "b", "s", 1.0, None), row, 1.0)
     assert entry.predicted is None and "| - | no plan | |" in board_page([entry])
+
+
+def test_a_row_whose_figure_is_empty_is_predicted_without_it(tmp_path: Path) -> None:
+    lines = ROWS.read_text().splitlines()
+    cells = dict.fromkeys(lines[0].split(","), "")
+    cells |= {"model": "Llama-3-8B", "gpus": "8", "gpu": "h100_80gb", "parallelism": "fsdp=8"}
+    cells |= {"global_batch": "8", "sequence": "64", "precision": "bf16"}
+    (tmp_path / "new.csv").write_text(f"{lines[0]}\n{','.join(cells.values())}\n")
+    (row,) = parallel_rows(tmp_path / "new.csv")
+    assert row.rate is None and row.published(Mock(flops=1.0)) is None
