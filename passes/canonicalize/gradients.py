@@ -26,7 +26,7 @@ from passes.ir.graph_pass import (
 )
 from passes.ir.graph_properties import NO_USES, of_ops
 from passes.ir.joint import JointGraph
-from passes.ir.op_traits import is_pointwise
+from passes.ir.op_traits import is_pointwise, is_zeros
 
 aten = torch.ops.aten
 
@@ -163,16 +163,12 @@ def _compared(node: fx.Node) -> fx.Node:
     if node.target is not aten.scatter_add.default:
         return emit(node, aten.where.self, here, added, base)
     sparse = emit(node, aten.where.self, here, added, _scalar(node, 0))
-    return sparse if _is_zero(base) else emit(node, aten.add.Tensor, base, sparse)
+    return sparse if is_zeros(base) else emit(node, aten.add.Tensor, base, sparse)
 
 
 def _scalar(node: fx.Node, value: Any) -> fx.Node:
     like = node.meta["val"]
     return emit(node, aten.full.default, [], value, dtype=like.dtype, device=like.device)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 @dataclass(frozen=True)

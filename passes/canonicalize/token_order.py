@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate, map_arg
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
+from passes.canonicalize.sorted_groups import counts_groups
 from passes.ir.graph_pass import GraphPass, emit, erase_dead, int_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, node_value
-from passes.ir.torch_sizes import counts_as
+from passes.ir.op_traits import is_zeros
 from passes.ops.routed_ops import ROUTED
 from passes.rules.core.row_wise import rows_through
 
@@ -160,7 +160,7 @@ class _Region:
         if node.target not in ROUTED or tensor_at(node, 2) in self.rows:
             return True
         groups = tensor_at(node, 2)
-        if not _counts_groups(groups, self.sort, int_at(node, 4), self.tried):
+        if not counts_groups(groups, self.sort, int_at(node, 4), self.tried):
             return False
         self._start(groups, 0)
         return True
@@ -201,7 +201,7 @@ def _summed(node: fx.Node, value: fx.Node, count: int) -> fx.Node:
         rows, *rest = shape_of(value)
         apart = emit(node, aten.reshape.default, value, [rows // count, count, *rest])
         value = emit(node, aten.sum.dim_IntList, apart, [1], False)
-    added = node.target is aten.index_add.default and not _is_zeros(tensor_at(node))
+    added = node.target is aten.index_add.default and not is_zeros(tensor_at(node))
     return emit(node, aten.add.Tensor, tensor_at(node), value) if added else value
 
 
@@ -228,11 +228,7 @@ def _adds_at(node: fx.Node, places: fx.Node, unique: bool) -> bool:
         return False
     added = len(node.args) > 3 and bool(node.args[3])
     fits = shape_of(tensor_at(node, 2))[:1] == shape_of(places)
-    return fits and (_is_zeros(tensor_at(node)) if added else unique)
-
-
-def _is_zeros(node: fx.Node) -> bool:
-    return node.target is aten.full.default and bool(node.args[1] == 0)
+    return fits and (is_zeros(tensor_at(node)) if added else unique)
 
 
 def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
@@ -243,58 +239,3 @@ def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
         return False
     counted = tensor_at(node, 2)
     return counted.target is aten.arange.start_step and tuple(counted.args) == (0, shape_of(order)[0], 1)
-
-
-def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Hashable, bool]) -> bool:
-    """Whether `groups` are the sorted ids, whatever these are: computed for some, most for one expert, none for
-    another."""
-    steps = _steps_from(groups, sort)
-    if steps is None:
-        return False
-    numbers = {node: i for i, node in enumerate([*_as_they_come(sort), sort, *steps])}
-    look = lambda node: (node.target, map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n])))
-    key = repr((*map(look, steps), [*map(shape_of, _as_they_come(sort))], experts))
-    if key not in tried:
-        tried[key] = all(
-            torch.equal(_computed(steps, sort, ids)[groups], ids.sort().values)
-            for ids in _tries(counts_as(shape_of(tensor_at(sort))[0]), experts)
-        )
-    return tried[key]
-
-
-def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
-    """The ops from the sorted ids to `groups`, in order; None if they read anything else."""
-    given = {sort, *_as_they_come(sort)}
-    needed, left = set[fx.Node](), [groups]
-    while left:
-        node = left.pop()
-        if node in needed or node in given:
-            continue
-        if node.op != "call_function" or len(needed) > 64:
-            return None
-        needed.add(node)
-        left += node.all_input_nodes
-    return [node for node in sort.graph.nodes if node in needed]
-
-
-def _as_they_come(sort: fx.Node) -> list[fx.Node]:
-    """The ids that are sorted, and what they are a reshape of."""
-    found = [tensor_at(sort)]
-    while found[-1].target is aten.reshape.default:
-        found.append(tensor_at(found[-1]))
-    return found
-
-
-def _computed(steps: list[fx.Node], sort: fx.Node, ids: torch.Tensor) -> dict[fx.Node, Any]:
-    come = {node: ids.reshape([counts_as(size) for size in shape_of(node)]) for node in _as_they_come(sort)}
-    values: dict[fx.Node, Any] = {**come, sort: ids.sort(stable=True)}
-    for node in steps:
-        args, kwargs = map_aggregate(map_arg((node.args, node.kwargs), values.__getitem__), counts_as)
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return values
-
-
-def _tries(length: int, experts: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    yield torch.randint(experts, (length,), generator=generator)
-    yield torch.where(torch.rand(length, generator=generator) < 0.9, experts - 1, 0)

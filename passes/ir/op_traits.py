@@ -226,6 +226,11 @@ def draws(node: fx.Node) -> bool:
     return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
 
 
+def is_zeros(node: fx.Node) -> bool:
+    """A tensor of zeros that an op makes."""
+    return node.target is torch.ops.aten.full.default and bool(node.args[1] == 0)
+
+
 def reads_shape_only(node: fx.Node) -> bool:
     """Creations after the likeness of an operand: `zeros_like`, `new_full`. None of its elements is read."""
     if op_kind(node) != "creation":

@@ -29,7 +29,7 @@ from passes.ir.joint import (
     results_nbytes,
     tensor_operands,
 )
-from passes.ir.op_traits import is_view
+from passes.ir.op_traits import is_view, is_zeros
 from passes.ir.op_work import global_flops
 from passes.layout.layout import ROUTED, Layout, NodeLayouts
 from passes.micro_batches.time_axis import TIME, given_layouts, time_mesh
@@ -156,13 +156,16 @@ class _Labeller:
                 self.given.add(node)
             self._add(node.name, *self._classed((spec.kind, ndim), lambda n=ndim: _whole(n)))
         for node, rule in ops:
-            key = class_key(node)
+            operands = tensor_operands(node)
             self._add(
                 node.name,
-                *self._classed(key, lambda n=node, r=rule: _op_labels(n, r, mesh, cuts, self.weights)),
+                *self._classed(
+                    (class_key(node), *map(is_zeros, operands)),
+                    lambda n=node, r=rule: _op_labels(n, r, mesh, cuts, self.weights),
+                ),
             )
             self.ops.add(node.name)
-            for position, operand in enumerate(tensor_operands(node)):
+            for position, operand in enumerate(operands):
                 self._connect(operand, node.name, position)
 
     def add_outputs(self) -> None:
@@ -218,23 +221,45 @@ def _op_labels(
     for strategy in enumerate_strategies(rule, operands, result_shapes(node), mesh, cuts=cuts):
         if all(not layout.axes for layout in (*strategy.operands, *strategy.results)) and not strategy.splits:
             found += [_Label("before", strategy), _Label("after", strategy)]
-        elif _in_pieces(strategy, rule, mesh):
+        elif _in_pieces(strategy, node, rule, mesh):
             found.append(_Label("piece", strategy))
     whole, piece = weights.whole(node), weights.piece(node)
     return tuple(found), np.array([piece if label.time == "piece" else whole for label in found])
 
 
-def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
-    """No piece is empty, all run the same ops, and none reads what is another's."""
+def _in_pieces(strategy: NodeLayouts, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> bool:
+    """All run the same ops, and none reads what is another's."""
     layouts = (*strategy.operands, *strategy.results)
     if any(layout.has_halo or (TIME, ROUTED) in layout.partial for layout in layouts):
         return False
-    if any(split.factor in rule.unlike for split in strategy.splits):
+    if _cuts_to_nothing(strategy, node, mesh):
+        return False
+    if any(_unlike(node, rule, split.factor) for split in strategy.splits):
         return False
     return all(
         hi > lo
         for split in strategy.splits
         for lo, hi in split.parts(rule.splitting([split.factor]).sizes[split.factor], mesh)
+    )
+
+
+def _unlike(node: fx.Node, rule: OpRule, factor: str) -> bool:
+    """Whether the pieces of `factor` run other ops."""
+    unlike = rule.splitting([factor]).unlike
+    if factor not in unlike:
+        return False
+    base = unlike[factor]
+    return base is None or not is_zeros(tensor_operands(node)[base])
+
+
+def _cuts_to_nothing(strategy: NodeLayouts, node: fx.Node, mesh: MeshSpec) -> bool:
+    """Whether a piece has nothing of a tensor, as of one operand of a `cat` that is cut between them: it would not run
+    what makes that."""
+    shapes = [*(node_value(n).shape for n in tensor_operands(node)), *result_shapes(node)]
+    return any(
+        0 in layout.split_sizes(shape, mesh, dim)
+        for shape, layout in zip(shapes, (*strategy.operands, *strategy.results), strict=True)
+        if (dim := layout.dim_of(TIME)) is not None
     )
 
 

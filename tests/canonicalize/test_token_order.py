@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.canonicalize import canonicalize
 from passes.capture import capture
@@ -103,3 +106,28 @@ def test_groups_are_counted_before_the_sort(count: Callable[[Tensor], Tensor]) -
 def test_what_depends_on_the_order_stays_sorted(model: nn.Module) -> None:
     """Groups that are cut short, and a sum along the sorted rows."""
     assert _canonical(model)[0]["sort"] > 0
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that an op computes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [value.numel() for value in pytree.tree_leaves(result) if type(value) is Tensor]
+        self.found = max([self.found, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("count", [_one_hot, _histc, _capped])
+def test_groups_are_tried_on_few_ids(count: Callable[[Tensor], Tensor]) -> None:
+    """A histogram of all as one-hot rows may be 30 GB; what may be a limit of a group is tried on all."""
+    x = torch.randn(8, 8192, 8, device="meta", requires_grad=True)
+    joint = capture(Experts(count).to("meta"), (x,), {}).joint
+    with _Largest() as computed:
+        counted = ops(canonicalize(joint))
+    capped = count is _capped
+    assert (counted["sort"] > 0) == capped
+    assert (computed.found > 8 * 8192) == capped
+    assert computed.found >= 2 * 4 * 64

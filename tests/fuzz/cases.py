@@ -146,6 +146,8 @@ def examined(case: Case) -> Outcome:
             return Outcome(FAULT, _plain(str(error)), str(error))
         except AutoshardError as error:
             said = str(error)
+            if "cannot be run: " in said:
+                return Outcome(FAULT, f"the search's own: {_plain(said)}", said)
             if "\n  try: " not in said:
                 return Outcome(FAULT, f"no remedy: {_plain(said)}", said)
             return Outcome(REFUSED, f"{type(error).__name__}: {_plain(said)}", said)

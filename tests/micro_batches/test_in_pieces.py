@@ -58,6 +58,31 @@ class Row(nn.Module):
         return z[0].sum() + z.square().mean(), z[-1]
 
 
+class Halves(nn.Module):
+    """A `cat` of parts of the batch, which pieces of two samples and one would cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:2], x[2:] * 2]).sum() + self.linear(x).sum()
+
+
+class Added(nn.Module):
+    """Rows that are added up, onto zeros and onto what was there: one piece would read that, the others not."""
+
+    def __init__(self, onto_zeros: bool) -> None:
+        super().__init__()
+        self.base, self.weight = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+        self.onto_zeros = onto_zeros
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, base = (x @ self.weight.t()).argmax(-1), self.base.exp()
+        base = torch.zeros_like(base) if self.onto_zeros else base
+        return base.index_add(0, rows, x * self.weight[rows])
+
+
 def _ids(batch: int) -> torch.Tensor:
     return torch.randint(0, 20, (batch, 6))
 
@@ -78,6 +103,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
         _image,
     ),
     "a row": (Row, lambda batch: torch.randn(batch, 4, dtype=torch.float64)),
+    "halves": (Halves, lambda batch: torch.randn(3, dtype=torch.float64)),
+    "added": (lambda: Added(False), lambda batch: torch.randn(batch, 4, dtype=torch.float64)),
+    "added to zeros": (lambda: Added(True), lambda batch: torch.randn(batch, 4, dtype=torch.float64)),
+    "a bias once": (
+        lambda: nn.Conv2d(4, 2, 1),
+        lambda batch: torch.randn(1, 4, 1, 1, dtype=torch.float64),
+    ),
     "frozen statistics": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4).eval()), _image),
 }
 
@@ -108,11 +140,13 @@ def test_the_numbers_of_the_whole_batch(name: str, batch: int, count: int) -> No
             assert torch.allclose(one, other, rtol=1e-11, atol=1e-12), end
 
 
-def test_all_pieces_run_the_same_ops() -> None:
-    joint, _ = model_and_values("a row", 6)
-    first = cut_batch(joint, 3)
-    targets = [[node.target for node in graph.graph.nodes] for graph in (first, *first.others)]
-    assert targets[0] == targets[1] == targets[2]
+@pytest.mark.parametrize("name", ["a row", "halves", "added", "added to zeros", "a bias once"])
+def test_all_pieces_run_the_same_ops(name: str) -> None:
+    joint, _ = model_and_values(name, 6)
+    times = find_run_times(plain := without_uses(joint), 3 if name == "a row" else 2)
+    graphs = [in_pieces(plain, times, index) for index in range(times.count)]
+    targets = [[node.target for node in graph.graph.nodes] for graph in graphs]
+    assert all(one == targets[0] for one in targets)
 
 
 def test_products_run_in_pieces() -> None:

@@ -106,7 +106,7 @@ def select(call: OpCall) -> OpRule:
     """a v b -> a b; v: sum. The rank that has the index gives its row, the others zeros."""
     names = rows_along(call.operands[0].ndim, call["dim"])
     rule = _read(call, [names], [name for name in names if name != ("v",)], _select)
-    return replace(rule, unlike=frozenset({"v"}))
+    return replace(rule, unlike={"v": None})
 
 
 def _select(ctx: LocalContext) -> fx.Node:

@@ -4,10 +4,13 @@ others; with the index split, the additive ops leave a pending sum (and one rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from passes.ir.joint import tensor_operands
+from passes.ir.op_traits import is_zeros
 from passes.rules.core.assemble import assemble, linear_sets, whole_rule
 from passes.rules.core.emit_op import (
     again,
@@ -67,10 +70,11 @@ def _or_behind(ctx: LocalContext, rows: fx.Node, outside: fx.Node, name: str) ->
 
 def _adding(name: str, values: str, summed: Sequence[str], after: int = 0) -> Localize:
     """Adds `values` to the rows at the index `name`. summed: the index's factors; `after` others of `values` follow.
-    One of the ranks that share the sum adds to what was there; the others add to zeros."""
+    One of the ranks that share the sum adds to what was there; the others add to zeros, all where there was no more."""
 
     def localize(ctx: LocalContext) -> fx.Node:
-        base = argument(ctx, "self") if first_part(ctx, summed) else constant(ctx, 0)
+        alike = is_zeros(tensor_operands(ctx.node)[0])
+        base = argument(ctx, "self") if alike or first_part(ctx, summed) else constant(ctx, 0)
         if not ctx.is_split("v"):
             return again(ctx, self=base)
         if is_empty(ctx, "v"):
@@ -110,7 +114,8 @@ def scatter_add(call: OpCall) -> OpRule:
     if call.tensor("self").dtype == torch.bool:
         return whole_rule(call.shapes, len(call.operands))
     adding = _adding("index", "src", ["k"])
-    return _along_index(call, "self src", whole=(), reductions={"k": "sum"}, localize=adding)
+    rule = _along_index(call, "self src", whole=(), reductions={"k": "sum"}, localize=adding)
+    return replace(rule, unlike={"k": 0})
 
 
 def scatter(call: OpCall) -> OpRule:
@@ -146,7 +151,7 @@ def index_add(call: OpCall) -> OpRule:
     if ndim == 0 or call.tensor("source").ndim == 0 or source.dtype == torch.bool:
         return whole_rule(call.shapes, len(call.operands))
     operand, index = rows_along(ndim, dim), [("t0",)][: call.tensor("index").ndim]
-    return assemble(
+    rule = assemble(
         call.shapes,
         [operand, index, rows_along(ndim, dim, "t0")],
         [operand],
@@ -154,6 +159,7 @@ def index_add(call: OpCall) -> OpRule:
         linear=linear_sets(call, "self source"),
         localize=_adding("index", "source", ["t0"], ndim - 1 - dim % ndim),
     )
+    return replace(rule, unlike={"t0": 0})
 
 
 def index_put(call: OpCall) -> OpRule:
@@ -163,7 +169,7 @@ def index_put(call: OpCall) -> OpRule:
     if named is None:
         return whole_rule(call.shapes, len(call.operands))
     adds = bool(call["accumulate"]) and source.dtype != torch.bool
-    return assemble(
+    rule = assemble(
         call.shapes,
         [named.source, *named.indices, named.result[len(named.result) - values.ndim :]],
         [named.source],
@@ -172,3 +178,4 @@ def index_put(call: OpCall) -> OpRule:
         linear=linear_sets(call, "self values") if adds else (),
         localize=_adding("indices", "values", named.names, named.after) if adds else None,
     )
+    return replace(rule, unlike=dict.fromkeys(named.names, 0)) if adds else rule
