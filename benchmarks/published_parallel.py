@@ -135,4 +135,5 @@ def _configuration(line: Mapping[str, str], gpus: int, sequence: int) -> Configu
         schedule,
         context=size("cp"),
         experts=size("ep"),
+        virtual=size("virtual") if size("virtual") > 1 else 0,
     )

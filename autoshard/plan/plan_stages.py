@@ -32,11 +32,17 @@ no more than their neighbours: between layers, and not inside of one."""
 
 
 def plan_stages(
-    task: Task, axis: str, pieces: int, deadline: Deadline | None = None, schedule: str | None = None
+    task: Task,
+    axis: str,
+    pieces: int,
+    deadline: Deadline | None = None,
+    schedule: str | None = None,
+    stages_per_rank: int | None = None,
 ) -> PipelinePlan:
     """The fastest plan of `task`, of the whole call on the whole mesh, with stages along `axis`, in `pieces` pieces.
 
-    schedule: the only one that may run it; None: the fastest. A call that trains nothing runs forward alone, whole.
+    schedule: the only one that may run it; None: the fastest. stages_per_rank: likewise. A call that trains nothing
+    runs forward alone, whole.
     Raises ShardingError for an axis that cannot hold stages, InfeasibleError where the batch or the graph cannot be
     cut, or a stage does not fit.
     """
@@ -50,7 +56,7 @@ def plan_stages(
     best: PipelinePlan | None = None
     reason: InfeasibleError | None = None
     is_cut_well = lambda count: len(cutter.places) >= count * ranks - 1
-    for count in _counts(names, is_cut_well):
+    for count in (stages_per_rank,) if stages_per_rank else _counts(names, is_cut_well):
         orders = list(orders_of(ranks, joint.pieces, count, names))
         enough = best is not None and best.gap <= WORTH
         ended = until.left <= 0.0 and (best is not None or reason is not None)
@@ -63,7 +69,7 @@ def plan_stages(
     if best is not None:
         return best
     if reason is None:
-        pipeline_order(names[0], ranks, joint.pieces)  # says why not
+        pipeline_order(names[0], ranks, joint.pieces, stages_per_rank=stages_per_rank or 1)  # says why not
         raise AssertionError("a schedule runs, and none was tried")
     raise reason
 

@@ -22,6 +22,7 @@ class Configuration:
     with parts of the products. each_piece: gathered and reduced in each micro-batch (ZeRO-3); else once in a step.
     context: with parts of the sequences, and of weights that are stored split. experts: among how many neighbours of
     tensor, context and data the experts are divided; expert_tensor: over `tensor` their products are split instead.
+    virtual: stages a rank, one after the other round the ranks; layers_a_stage: in its place; 0: not said.
 
     sequence_parallel: norms and the residual stream split in the sequence over `tensor`. micro_batch: sequences of one
     data-parallel rank at once; accumulation: in its place, micro-batches of a step. batch: sequences of all ranks in a
@@ -50,6 +51,8 @@ class Configuration:
     context: int = 1
     experts: int = 1
     expert_tensor: bool = False
+    virtual: int = 0
+    layers_a_stage: int = 0
 
     @property
     def gpus(self) -> int:
@@ -109,6 +112,18 @@ class Configuration:
                 f"  try: --batch {-(-batch // together) * together}"
             )
         return self.accumulation or batch // together
+
+    def stages_a_rank(self, layers: int) -> int | None:
+        """Of a model of so many layers; None: not said. ShardingError where its layers are not divided so."""
+        if self.stages == 1 or not self.layers_a_stage:
+            return self.virtual or None
+        stages = -(-layers // self.layers_a_stage)
+        if stages % self.stages:
+            raise ShardingError(
+                f"{layers} layers, {self.layers_a_stage} a stage, are {stages} stages, no multiple of {self.stages} "
+                f"pipeline ranks\n  try: {-(-layers // self.stages)} layers a stage, or a divisor of that"
+            )
+        return stages // self.stages
 
     @property
     def family(self) -> Family | None:

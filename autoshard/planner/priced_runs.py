@@ -99,7 +99,9 @@ def configured_run(
     model: MetaModel | GivenModel, configuration: Configuration, batch: int, sequence: int, machine: Machine
 ) -> Run:
     """As it runs by the configuration. Of equal layers from two depths, as steps and their peaks are affine in it."""
-    unit = configuration.stages * (2 if configuration.schedule == "interleaved" else 1)
+    looped = configuration.stages_a_rank(model.depth) if configuration.schedule == "interleaved" else 1
+    configuration = replace(configuration, virtual=looped or 0, layers_a_stage=0)
+    unit = configuration.stages * (looped or 2)
     few, more = 3 * unit, 5 * unit
     at = lambda layers: priced(
         model.call(batch, sequence, configuration.recompute, layers), configuration, batch, machine
@@ -135,7 +137,8 @@ def configured_plan(
     task = _task(captured, mesh, configuration, machine, pieces)
     if configuration.stages == 1:
         return search_plan(task), flops
-    return plan_stages(task, "pp", pieces, schedule=configuration.schedule), flops
+    schedule, each = configuration.schedule, configuration.virtual or None
+    return plan_stages(task, "pp", pieces, schedule=schedule, stages_per_rank=each), flops
 
 
 def _task(

@@ -110,8 +110,9 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
     if expert_tensor not in (1, tensor):
         raise parallel.error("expert_tensor_parallel_degree", expert_tensor, f"1 or {tensor}")
     parallel.only("fsdp_reshard_after_forward", "default", "always", "never")
+    each = parallel("pipeline_parallel_layers_per_stage", 0)
     parallel.left("disable_loss_parallel", "enable_async_tensor_parallel", "enable_compiled_autograd",
-                  "pipeline_parallel_layers_per_stage", "pipeline_parallel_split_points", "module_fqns_per_model_part",
+                  "pipeline_parallel_split_points", "module_fqns_per_model_part",
                   "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")  # fmt: skip
     if shard == -1:
         shard = _of_gpus(where, gpus, replicate * context * tensor * stages)
@@ -147,6 +148,7 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
         context=context,
         experts=experts,
         expert_tensor=tensor > 1 and expert_tensor == tensor,
+        layers_a_stage=each,
     )  # fmt: skip
 
 
@@ -157,7 +159,8 @@ def megatron(text: str, gpus: int | None) -> Configuration:
              "micro-batch-size", "global-batch-size", "vocab-size", "tensor-model-parallel-size",
              "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
              "expert-tensor-parallel-size", "num-experts",
-             "num-layers-per-virtual-pipeline-stage", "max-position-embeddings", "world-size")  # fmt: skip
+             "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
+             "max-position-embeddings", "world-size")  # fmt: skip
     flags = ("sequence-parallel", "use-distributed-optimizer", "use-torch-fsdp2", "recompute-activations", "swiglu",
              "untie-embeddings-and-output-weights", "group-query-attention", "bf16", "fp16")  # fmt: skip
     parser = argparse.ArgumentParser(prog=where, add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -197,12 +200,12 @@ def megatron(text: str, gpus: int | None) -> Configuration:
     split = known.use_distributed_optimizer or known.use_torch_fsdp2
     # What "selective" runs again, products of queries and keys, flash attention never keeps.
     again: Recompute = "full" if known.recompute_granularity == "full" else "none"
-    virtual = known.num_layers_per_virtual_pipeline_stage is not None
+    each, virtual = of("num-layers-per-virtual-pipeline-stage", 0), of("num-virtual-stages-per-pipeline-rank", 0)
     return Configuration(
         "Megatron-LM", stages, 1 if split else data, data if split else 1, tensor, known.use_torch_fsdp2,
         known.sequence_parallel, again, of("micro-batch-size", 1), 0,
         of("global-batch-size", of("micro-batch-size", 1) * data), of("seq-length", 0),
-        ("interleaved" if virtual else "1f1b") if stages > 1 else None, True, _megatron_model(known),
+        ("interleaved" if each or virtual else "1f1b") if stages > 1 else None, True, _megatron_model(known),
         recomputes=("none", "full"),
         words={
             "tensor": "--tensor-model-parallel-size {}".format,
@@ -212,6 +215,8 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         context=context,
         experts=of("expert-model-parallel-size", 1),
         expert_tensor=tensor > 1 and expert_tensor == tensor,
+        virtual=virtual,
+        layers_a_stage=each,
     )  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan
+from autoshard.plan.plan import PipelinePlan
 from autoshard.planner.configuration import Configuration
 from autoshard.planner.meta_models import GivenModel, MetaModel
 from autoshard.planner.priced_runs import Machine, configured_plan, configured_run, model_flops, priced
 from autoshard.planning import canonical_capture
+from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
 from tests.conftest import Command
 from tests.profiles import slow_compute, waited_for
@@ -188,6 +190,27 @@ def test_two_depths_tell_of_all(recompute: str) -> None:
     assert run.seconds == pytest.approx(whole.seconds, rel=0.02)
     assert run.nbytes == pytest.approx(whole.nbytes, rel=0.02)
     assert run.flops == pytest.approx(whole.flops)
+
+
+class Blocks(nn.Sequential):
+    """Eight that are alike, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("virtual", [2, 4])
+def test_stages_a_rank_are_as_the_configuration_says(virtual: int) -> None:
+    with torch.device("meta"):
+        call = Blocks(), (torch.zeros(8, 16),), {}
+    one = Configuration("Megatron-LM", 2, schedule="interleaved", virtual=virtual)
+    plan, _ = configured_plan(call, one, 8, MACHINE)
+    assert isinstance(plan, PipelinePlan) and plan.stages_per_rank == virtual
+    with pytest.raises(InfeasibleError, match="try: "):
+        configured_plan(call, replace(one, schedule="1f1b"), 8, MACHINE)
 
 
 @pytest.mark.slow

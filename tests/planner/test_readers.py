@@ -180,3 +180,29 @@ def test_gpus_must_be_known(tmp_path: Path) -> None:
         titan(tmp_path, gpus=None)
     with pytest.raises(ShardingError, match="try: --batch 16"):
         megatron(MEGATRON, 16).pieces(13)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers", "stages"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 1", 8, 2),
+        ("--num-virtual-stages-per-pipeline-rank 2", 8, 2),
+        ("--num-layers-per-virtual-pipeline-stage 3", 24, 2),
+        ("", 8, None),
+    ],
+)
+def test_stages_of_each_pipeline_rank(words: str, layers: int, stages: int | None) -> None:
+    found = megatron(f"{MEGATRON} {words}", 16)
+    assert found.schedule == ("interleaved" if words else "1f1b")
+    assert found.stages_a_rank(layers) == stages
+
+
+def test_torchtitan_says_layers_of_a_stage(tmp_path: Path) -> None:
+    """32 layers, 5 a stage, are 7 stages, the last of 2: none for each of 4 ranks."""
+    new = (
+        "[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_layers_per_stage = {}\n"
+        'pipeline_parallel_schedule = "Interleaved1F1B"'
+    )
+    assert titan(tmp_path, "[parallelism]", new.format(4)).stages_a_rank(32) == 2
+    with pytest.raises(ShardingError, match="7 stages, no multiple of 4 pipeline ranks\n  try: 8 layers"):
+        titan(tmp_path, "[parallelism]", new.format(5)).stages_a_rank(32)
