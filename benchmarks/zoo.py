@@ -3,6 +3,7 @@
     python -m benchmarks.zoo                                  # all, prints a table
     python -m benchmarks.zoo --models Llama Mamba --ranks 1     # also trained on 2 gloo ranks
     python -m benchmarks.zoo --keep zoo.jsonl --ranks 3         # a third of them trained; kept, to go on from
+    python -m benchmarks.zoo --kinds experts --ranks 1 --on 2 2 --steps 10 --close 1e-12
     python -m benchmarks.zoo --keep benchmarks/zoo_models/kept.jsonl --pages 2026-11-28
 
 The last writes docs/models.md and benchmarks/results/models.md of what is kept there.
@@ -15,6 +16,7 @@ model in one process. Each model has a process of its own and a limit of time. E
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import sys
@@ -24,7 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,17 @@ from cost_model.errors import AutoshardError
 from passes.capture.operator_calls import GroupedAsCaptured
 
 MESH = MeshSpec({"x": 2, "y": 2})
-STEPS, RATE, CLOSE = 3, 0.05, 1e-5
-SLOWER, LIMIT = 100.0, 20.0
-"""Of kernels; seconds of a search."""
+RATE, SLOWER, LIMIT = 0.05, 100.0, 20.0
+"""Of learning; how much slower kernels are; seconds of a search."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """On ranks. mesh: its sizes. close: how far apart losses may be, relative."""
+
+    mesh: tuple[int, ...] = (2,)
+    steps: int = 3
+    close: float = 1e-5
 
 
 @cache
@@ -63,8 +73,8 @@ def prices() -> Profile:
     return replace(cpu, name="slow kernels", device=device, links=links, collective_launch_seconds=1e-6)
 
 
-def examined(row: Row, ranks: bool = False) -> Outcome:
-    """In this process."""
+def examined(row: Row, training: Training | None = None) -> Outcome:
+    """In this process. training: None: none."""
     begin = time.process_time()
     try:
         model, call = row.made()
@@ -91,7 +101,7 @@ def examined(row: Row, ranks: bool = False) -> Outcome:
         seconds,
         report.max_error,
     )
-    return replace(found, trained=trained(row)) if ranks and report.ok else found
+    return replace(found, trained=trained(row, training)) if training and report.ok else found
 
 
 def _state(error: Exception) -> str:
@@ -131,10 +141,10 @@ def _loss(result: Any) -> Tensor:
     return torch.stack([one.abs().square().mean() for one in floats]).sum()
 
 
-def _steps(model: nn.Module, call: Call) -> list[float]:
+def _steps(model: nn.Module, call: Call, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
     losses: list[float] = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = _loss(model(*call[0], **call[1]))
         loss.backward()
@@ -143,13 +153,15 @@ def _steps(model: nn.Module, call: Call) -> list[float]:
     return losses
 
 
-def trained(row: Row) -> str:
-    """On two ranks, against one process: "as one process", or what differs."""
+def trained(row: Row, training: Training) -> str:
+    """On ranks, against one process: "as one process", or what differs."""
+    count = math.prod(training.mesh)
     with tempfile.NamedTemporaryFile() as store:
         context = multiprocessing.get_context("fork")
-        ends = [context.Pipe() for _ in range(2)]
+        ends = [context.Pipe() for _ in range(count)]
         ranks = [
-            context.Process(target=_rank, args=(rank, store.name, row, ends[rank][1])) for rank in range(2)
+            context.Process(target=_rank, args=(rank, store.name, row, training, ends[rank][1]))
+            for rank in range(count)
         ]
         for process in ranks:
             process.start()
@@ -160,11 +172,12 @@ def trained(row: Row) -> str:
     return next((one for one in found if one != AS_ONE), AS_ONE)
 
 
-def _rank(rank: int, store: str, row: Row, end: Any) -> None:
+def _rank(rank: int, store: str, row: Row, training: Training, end: Any) -> None:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        sizes, steps = training.mesh, training.steps
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=math.prod(sizes))
         model, call = row.made()
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y", "z")[: len(sizes)])
         parallel = autoshard(
             model,
             mesh,
@@ -176,32 +189,38 @@ def _rank(rank: int, store: str, row: Row, end: Any) -> None:
             gap=0.1,
         )
         torch.manual_seed(1)
-        losses = _steps(parallel, call)
-        wanted, again = _alone_losses(row, 1), _alone_losses(row, 2)
+        losses = _steps(parallel, call, steps)
+        wanted, again = _alone_losses(row, 1, steps), _alone_losses(row, 2, steps)
         worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, wanted, strict=True))
-        end.send("draws" if wanted != again else AS_ONE if worst < CLOSE else f"losses differ by {worst:.1e}")
+        end.send(
+            "draws"
+            if wanted != again
+            else AS_ONE
+            if worst < training.close
+            else f"losses differ by {worst:.1e}"
+        )
     except Exception as error:
         end.send(f"{_state(error)} {_words(error)}")
     time.sleep(600)  # Until the other rank has answered as well.
 
 
-def _alone_losses(row: Row, seed: int) -> list[float]:
+def _alone_losses(row: Row, seed: int, steps: int) -> list[float]:
     """Of one process."""
     model, call = row.made()
     torch.manual_seed(seed)
     with GroupedAsCaptured():  # in float64, which torch's grouped products do not take
-        return _steps(model, call)
+        return _steps(model, call, steps)
 
 
-def _alone(row: Row, ranks: bool, end: Any) -> None:
+def _alone(row: Row, training: Training | None, end: Any) -> None:
     warnings.simplefilter("ignore")
-    end.send(examined(row, ranks))
+    end.send(examined(row, training))
 
 
-def in_process(row: Row, ranks: bool, limit: float) -> Outcome:
+def in_process(row: Row, training: Training | None, limit: float) -> Outcome:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_alone, args=(row, ranks, theirs))
+    process = context.Process(target=_alone, args=(row, training, theirs))
     process.start()
     theirs.close()
     try:
@@ -233,7 +252,10 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--kinds", nargs="+")
-    parser.add_argument("--ranks", type=int, metavar="N", help="train each N-th model on two ranks too")
+    parser.add_argument("--ranks", type=int, metavar="N", help="train each N-th model on ranks too")
+    parser.add_argument("--on", type=int, nargs="+", default=[2], help="sizes of the mesh of those ranks")
+    parser.add_argument("--steps", type=int, default=3, help="of training")
+    parser.add_argument("--close", type=float, default=1e-5, help="losses may differ by, relative")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a model")
     parser.add_argument(
         "--keep", type=Path, help="a file to which outcomes are added; what it has is not run again"
@@ -262,7 +284,8 @@ def main(words: Sequence[str] | None = None) -> int:
             and (known[row.name].trained or not ranks)
         ):
             continue
-        found.append(in_process(row, ranks, given.limit))
+        training = Training(tuple(given.on), given.steps, given.close) if ranks else None
+        found.append(in_process(row, training, given.limit))
         if given.keep:
             keep(given.keep, found[-1])
         print(line(found[-1]), flush=True)
