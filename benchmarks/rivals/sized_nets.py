@@ -147,7 +147,8 @@ class Images(nn.Module):
         return f"images, {', '.join(self.kinds)}"
 
     def inputs(self, batch: int, height: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
+        """[batch, 2, height, height + 2], of a height that its pools leave a row of."""
+        generator, height = torch.Generator().manual_seed(seed), max(height, 2 ** self.kinds.count("pool"))
         return torch.randn(batch, 2, height, height + 2, generator=generator, dtype=torch.float64)
 
 

@@ -169,10 +169,11 @@ def compile_sized(
     name = code_name(module) if backend == "inductor" else None
     if name is not None and (kept := kept_code(name, symbols)) is not None:
         return kept
-    made = _for_eager(module, adding) if is_eager else name_collectives(count_rows(expand_ops(module)))
-    numbers: list[Any] = []
-    if symbols is not None:
-        numbers = take_numbers(made.graph, () if is_eager else symbols.sizes)
+    called, traced = CALLED if is_eager else {}, None if symbols is None else symbols.traced
+    expanded = name_collectives(expand_ops(module, called=called, traced=traced))
+    made = _for_eager(expanded, adding) if is_eager else count_rows(expanded)
+    numbers = [] if symbols is None else take_numbers(made.graph, () if is_eager else symbols.sizes)
+    if numbers:
         made.recompile()
     return boxed_forward(made) if is_eager else _compiled(
         made, module, backend, name, symbols, numbers
@@ -208,8 +209,7 @@ def _compiled(
         return lambda inputs: function(*inputs)
 
 
-def _for_eager(module: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphModule:
-    expanded = name_collectives(expand_ops(module, called=CALLED))
+def _for_eager(expanded: fx.GraphModule, adding: Sequence[int] = ()) -> fx.GraphModule:
     joined = run_rank_passes(expanded, [FuseEager(), JoinLinears(), WriteIntoBuckets()])
     # Last: passes take functional graphs.
     return call_directly(add_early(joined, adding) if adding else joined)

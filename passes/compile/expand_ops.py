@@ -72,12 +72,14 @@ def expand_ops(
     module: fx.GraphModule,
     chip: Chip | None = None,
     called: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    traced: dict[Any, fx.Graph] | None = None,
 ) -> fx.GraphModule:
     """A module without ops of the namespace `autoshard`, but for CTC losses and for grouped products that only a loop
     computes. Other nodes keep name and meta.
 
     chip: the CUDA device that the graph is for; None: the devices of its tensors are asked, where a kernel depends
-    on them. called: ops that become calls of the functions given, as they are.
+    on them. called: ops that become calls of the functions given, as they are. traced: what other modules of the same
+    `chip` and symbols have become, to which this one's ops are added.
     Raises UnsupportedOpError for an attention whose operands break its kernel's contract, or whose device is
     not known here.
 
@@ -87,7 +89,7 @@ def expand_ops(
     """
     graph = fx.Graph()
     new: dict[fx.Node, Any] = {}
-    traced: dict[Any, fx.Graph] = {}
+    traced = {} if traced is None else traced
     references = _references(chip)
     unread: list[fx.Node] = []
     for node in module.graph.nodes:

@@ -34,6 +34,8 @@ class SizeSymbols:
 
     Whatever asks of an expression of them (`if size > 8`) is told what holds of the hints, and that is noted: the graph
     is that of all sizes for which the same holds. `ShapeEnv` since torch 2.0.
+
+    traced: ops of graphs of these sizes, in ATen ops (`expand_ops`): tracing with symbols is slow.
     """
 
     def __init__(self, hints: Sequence[int]) -> None:
@@ -41,6 +43,7 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self.hints, self.env = tuple(hints), ShapeEnv()
+        self.traced: dict[Any, fx.Graph] = {}
         names = [ConstantSource(f"size_{place}") for place, _ in enumerate(hints)]
         make = self.env.create_symbol
         self._symbols = [
