@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.published import DEPTHS, hand_step
 from benchmarks.published_parallel import ParallelRow, parallel_rows
-from benchmarks.published_rows import AGAIN, ROWS, Row, profile_of, read_rows, run_name
+from benchmarks.published_rows import AGAIN, ROWS, Row, profile_of, read_rows
 from cost_model.errors import InfeasibleError
 
 __all__ = ["PAGE", "Entry", "board_page", "configured", "kept", "known_runs", "off"]
@@ -71,10 +71,8 @@ def known_runs() -> Iterator[Run]:
             entry = Entry(row.name, row.ran, SOURCES[path.name], row.tokens_per_second, None)
             yield Run(entry, lambda entry, _, row=row: _by_hand(entry, row))
     for row in parallel_rows():
-        layers = "" if row.layers is None else f" of {row.layers} layers"
-        run = run_name(f"{row.model}{layers}", row.configuration.sequence, row.gpus, row.gpu)
         ran = "; ".join(filter(None, (row.said, AGAIN[row.configuration.recompute])))
-        entry = Entry(run, ran, row.source, row.rate, None)
+        entry = Entry(row.name, ran, row.source, row.rate, None)
         yield Run(entry, lambda entry, seconds, row=row: configured(entry, row, seconds))
 
 

@@ -30,7 +30,6 @@ from benchmarks.llama3 import LLAMAS, selective
 from benchmarks.mpt import SIZES
 from benchmarks.published_fsdp import as_fsdp_holds, as_fsdp_moves, as_fsdp_sends, beside, model_of
 from benchmarks.published_rows import ROWS, Row, missing, profile_of, read_rows
-from benchmarks.uncompiled_traffic import uncompiled_traffic
 from cost_model.errors import InfeasibleError
 from cost_model.memory import parse_bytes
 from passes.ir.joint import JointGraph, node_value
@@ -87,9 +86,7 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> ByHand:
     """layers: fewer than the model's."""
     mesh = MeshSpec({"dp": row.gpus}, device_type="cuda")
     joint = as_it_ran(row, captured_joint(row, layers))
-    prices = prices_of(profile, mesh, "inductor" if row.compiled else "eager")
-    if not row.compiled:
-        prices = replace(prices, traffic=uncompiled_traffic)
+    prices = prices_of(profile, mesh, "inductor" if row.compiled else "uncompiled")
     shard = [Shard(0)]
     pins = {
         spec.name: placements_to_layout(shard, tuple(node_value(node).shape), mesh, what=spec.name)

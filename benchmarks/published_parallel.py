@@ -4,14 +4,22 @@ Each row's words (`tp=4 pp=4 cp=2 dp=2 virtual=5`) are a configuration of the pl
 plan` prices one: the fastest plan with weights, sequences and experts so. Nothing that a run had beside the model is
 added. "dp" are ranks of Megatron's distributed optimizer, which gathers and reduces once in a step; "fsdp" gathers in
 each micro-batch.
+
+`python -m benchmarks.published_parallel` compares some as their frameworks are configured
+(benchmarks/published/configurations) with others that would be faster, by `autoshard plan`. A row of a table for each.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
+import io
 import json
+import re
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +27,26 @@ from unittest import mock
 
 import torch
 
+from autoshard.cli import main
 from autoshard.planner.configuration import RECOMPUTE, Configuration
 from autoshard.planner.meta_models import MetaModel
 from autoshard.planner.priced_runs import Machine, Run, configured_run
-from benchmarks.published_rows import gpu_profile
+from benchmarks.published_rows import Row, gpu_profile, read_rows, run_name
 
 __all__ = ["ROWS", "ParallelRow", "parallel_rows"]
 
 FOLDER = Path(__file__).parent / "published"
 ROWS = FOLDER / "more.csv"
+CONFIGURATIONS = FOLDER / "configurations"
+_FILES = {
+    "llama-3.1-405b-of-8-layers.megatron": "Llama-3.1-405B; tp=8 cp=2 dp=2",
+    "nemotron-4-15b.megatron": "Nemotron-4-15B; tp=2",
+    "llama-3-70b.toml": "Llama-3-70B; fsdp=32 tp=8",
+    "llama-3-8b.toml": "Llama-3-8B; dp=16 tp=8",
+    "qwen3-30b-a3b.toml": "Qwen3-30B-A3B; fsdp=8 ep=8 accumulation=16",
+    "mpt-3b.yaml": "MPT-3B; dp=128",
+}
+"""Of every file the row's model and how it ran."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +67,21 @@ class ParallelRow:
     source: str
     note: str
 
+    @property
+    def name(self) -> str:
+        layers = "" if self.layers is None else f" of {self.layers} layers"
+        return run_name(f"{self.model}{layers}", self.configuration.sequence, self.gpus, self.gpu)
+
+    @property
+    def transformers(self) -> dict[str, Any]:
+        """Its model, as transformers configures it."""
+        depth = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        return _models()[self.model.replace("-3.1-", "-3-")] | depth
+
     @mock.patch("time.monotonic", time.process_time)
     def predicted(self, seconds: float) -> Run:
         """A step as it ran. seconds: of processor time for each search."""
-        values = dict(_models()[self.model.replace("-3.1-", "-3-")])
-        if self.layers is not None:
-            values["num_hidden_layers"] = self.layers
-        model = MetaModel.of(values, torch.bfloat16)
+        model = MetaModel.of(self.transformers, torch.bfloat16)
         machine = Machine(gpu_profile(self.gpu), "cuda", None, "adamw, fp32 master", seconds)
         one = self.configuration
         return configured_run(model, one, one.batch, one.sequence, machine)
@@ -107,6 +134,24 @@ def _row(line: Mapping[str, str]) -> ParallelRow:
     )
 
 
+def _of_fsdp(row: Row) -> ParallelRow:
+    """Of MPT in one micro-batch, as GPT-2 of its sizes."""
+    line = dict.fromkeys(
+        ("global_batch", "step_seconds", "model_tflops_per_gpu", "memory_gb", "source", "note"), ""
+    )
+    line |= {
+        "model": f"MPT-{row.model.upper()}",
+        "gpus": str(row.gpus),
+        "gpu": row.gpu,
+        "parallelism": f"{'fsdp' if row.sharding == 'FULL_SHARD' else 'dp'}={row.gpus}",
+        "micro_batch": str(row.micro_batch),
+        "sequence": str(row.sequence),
+        "recompute": row.checkpointing,
+        "tokens_per_second_per_gpu": str(row.tokens_per_second),
+    }
+    return _row(line)
+
+
 def _configuration(line: Mapping[str, str], gpus: int, sequence: int) -> Configuration:
     words = {name: size for name, _, size in (word.partition("=") for word in line["parallelism"].split())}
     size = lambda name: int(words.get(name) or 1)
@@ -137,3 +182,100 @@ def _configuration(line: Mapping[str, str], gpus: int, sequence: int) -> Configu
         experts=size("ep"),
         virtual=size("virtual") if size("virtual") > 1 else 0,
     )
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A published run as its framework is configured: a file of `CONFIGURATIONS`, of the row with these words.
+
+    Its suffix says which framework: .toml of torchtitan, .megatron of Megatron-LM, .yaml of accelerate."""
+
+    file: str
+    row: ParallelRow
+
+    @property
+    def framework(self) -> str:
+        return {".toml": "torchtitan", ".megatron": "megatron", ".yaml": "accelerate"}[Path(self.file).suffix]
+
+    @property
+    def given(self) -> str:
+        """What `autoshard plan` takes: a path, or Megatron's arguments."""
+        path = CONFIGURATIONS / self.file
+        return path.read_text(encoding="utf-8") if self.framework == "megatron" else str(path)
+
+    @mock.patch("time.monotonic", time.process_time)
+    def compared(self, seconds: float) -> str:
+        """What `autoshard plan` prints of it, beside others. seconds: of processor time for each search."""
+        row, printed = self.row, io.StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed):
+            model, profile = Path(folder) / "config.json", Path(folder) / "profile.json"
+            model.write_text(json.dumps(row.transformers), encoding="utf-8")
+            gpu_profile(row.gpu).save(profile)
+            options = {
+                self.framework: self.given,
+                "hf": model,
+                "gpus": row.gpus,
+                "batch": row.configuration.batch,
+                "sequence": row.configuration.sequence,
+                "profile": profile,
+                "memory-limit": row.gpu.split("_")[1].upper(),
+                "seconds": seconds,
+            }
+            arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            if main(["plan", *arguments]):
+                raise SystemExit(f"{self.file} was not compared")
+        return printed.getvalue()
+
+
+def configured_rows() -> Iterator[Configured]:
+    rows = [
+        *parallel_rows(),
+        *(
+            _of_fsdp(row)
+            for row in read_rows(FOLDER / "mpt.csv")
+            if row.model == "3b" and row.accumulation == 1
+        ),
+    ]
+    for file, words in _FILES.items():
+        (row,) = (one for one in rows if f"{one.model}; {one.said}" == words)
+        yield Configured(file, row)
+
+
+_RATE = re.compile(r"\(([\d,]+) of each device\)")
+
+
+def table_row(one: Configured, printed: str) -> str:
+    """| run | as configured | published | predicted | error | GB | autoshard's plan | better |: tokens a second of a
+    GPU, and how much more than predicted of the configuration."""
+    lines = {line[:11].strip(): line[12:] for line in printed.splitlines()}
+    rate = lambda name: float(_RATE.search(lines[name])[1].replace(",", ""))  # type: ignore[index]
+    published, predicted = one.row.rate or 0.0, rate("step")
+    changes = lines["better"].rpartition(": ")[0]
+    gain = lambda name: f"{rate(name):,.0f} ({rate(name) / predicted - 1:+.1%})"
+    cells = (
+        one.row.name,
+        lines["runs"],
+        f"{published:,.0f}",
+        f"{predicted:,.0f}",
+        f"{predicted / published - 1:+.1%}",
+        lines["step"].split(", ")[-1],
+        gain("autoshard"),
+        f"{changes}: {gain('better')}" if changes != "as it is" else "none: it is the best",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def compare() -> None:
+    parser = argparse.ArgumentParser(description="published runs as configured, and better")
+    parser.add_argument("--only", default="", help="files with these words in their names")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each search, of processor time")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for one in configured_rows():
+        if arguments.only in one.file:
+            printed = one.compared(arguments.seconds)
+            print(printed, table_row(one, printed), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    compare()

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
-
-from autoshard.api import autoshard
-from autoshard.integrations import mesh_of_all, refused
-from autoshard.integrations.state import (
-    WholeOptimizer,
-    draw_as_rank_0,
-    load_random_states,
-    random_states,
-    whole_state,
-)
-from autoshard.runtime.session import Session
-from cost_model.errors import ShardingError
-
 try:
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-    from lightning.pytorch.trainer.states import TrainerFn
-    from torchmetrics import Metric
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from autoshard.integrations.lightning_steps import ParallelSteps
 except ImportError as error:
     raise ImportError(
         f"AutoshardStrategy needs lightning: {error}\n  try: pip install 'autoshard[lightning]'"
     ) from error
 
-_RANDOM = "autoshard_random"
 
-
-class AutoshardStrategy(ModelParallelStrategy):
+class AutoshardStrategy(ParallelSteps, ModelParallelStrategy):
     """A strategy of Lightning that makes a LightningModule parallel on a mesh of all processes.
 
         trainer = lightning.Trainer(devices=8, strategy=AutoshardStrategy({"dp": 4, "tp": 2}))
@@ -55,142 +31,4 @@ class AutoshardStrategy(ModelParallelStrategy):
     Raises ShardingError for a mesh of another number of devices, and for what a parallel model cannot keep.
     """
 
-    # Of checkpoints of one process, every rank reads the file, and keeps its part.
-    load_model_state_dict = ParallelStrategy.load_model_state_dict
-    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
-    lightning_restore_optimizer = True  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | Mapping[str, int] | None = None,
-        options: Mapping[str, Any] | None = None,
-        modules: Sequence[str] | None = None,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
-        super().__init__(
-            save_distributed_checkpoint=False, process_group_backend=process_group_backend, timeout=timeout
-        )
-        self._mesh, self._options, self._names = mesh, dict(options or {}), modules
-        self._parts: Sequence[nn.Module] = ()
-        given = [name for name in ("in_placements", "batch") if self._options.get(name, "global") != "global"]
-        if given:
-            what = f"options={{{given[0]!r}: {self._options[given[0]]!r}}}"
-            raise refused(what, "steps that compute with a rank's rows outside the model", "batch='global'")
-
-    def _get_process_group_backend(self) -> str:
-        # Lightning broadcasts Python objects, which gloo does beside computation.
-        given, on_gpus = self._process_group_backend, self.root_device.type == "cuda"
-        return given or ("cpu:gloo,cuda:nccl" if on_gpus else super()._get_process_group_backend())
-
-    def setup_environment(self) -> None:
-        self._setup_distributed()
-        draw_as_rank_0()
-        module = _of(self.lightning_module)
-        if self._device_mesh is None:
-            self._device_mesh = mesh_of_all(self._mesh, self.root_device.type)
-        module._device_mesh = self._device_mesh
-        module.trainer._accelerator_connector.use_distributed_sampler = False
-
-    def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        module = self.model = self.precision_plugin.convert_module(_of(self.lightning_module))
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise refused("a model on meta", "AutoshardStrategy", "Trainer.init_module(empty_init=False)")
-        self.model_to_device()
-        self._parts = _parts(_of(self.lightning_module), self._names)
-        for part in self._parts:
-            if Session.of(part) is None:
-                autoshard(part, self.device_mesh, **self._options)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.distributed_available_fn = _never  # every rank counts all rows
-        self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-            trainer.num_sanity_val_steps = 0
-        self.setup_precision_plugin()
-
-    def process_dataloader(self, dataloader: object) -> object:
-        _auto_add_worker_init_fn(dataloader, 0)  # the random numbers of rank 0's workers
-        return dataloader
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        if not any(_is_planned(part) for part in self._parts):
-            module = _of(self.lightning_module)
-            children = [name for name, child in module.named_children() if _is_trained(child)]
-            raise ShardingError(
-                f"{type(module).__name__}.training_step called nothing that is parallel: "
-                f"{', '.join(type(part).__name__ for part in self._parts)}\n"
-                f"  try: AutoshardStrategy(..., modules={children}), or what of it training_step calls"
-            )
-        return output
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What it gets: it is of all rows, the same on every rank."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
-        return bool(count == self.world_size) if all else bool(count)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return whole_state(_of(self.lightning_module))
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        own = getattr(optimizer, "_optimizer", optimizer)
-        return WholeOptimizer(_of(self.lightning_module), own).state_dict()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        states = {_RANDOM: random_states(self._parts)}
-        super().save_checkpoint({**checkpoint, **states}, filepath, storage_options)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = ParallelStrategy.load_checkpoint(self, *args, **kwargs)
-        load_random_states(self._parts, checkpoint.get(_RANDOM, []))
-        return checkpoint
-
-
-def _parts(module: LightningModule, names: Sequence[str] | None) -> Sequence[nn.Module]:
-    """What is made parallel. ShardingError for what nothing calls, and for trained parameters of none of them."""
-    if names is None and type(module).forward is not LightningModule.forward:
-        return [module]
-    children = dict(module.named_modules())
-    if names is None:
-        names = [name for name, child in module.named_children() if _is_trained(child)]
-    for name in names:
-        if name not in children:
-            raise refused(
-                f"modules={list(names)}", f"{type(module).__name__}, which has no {name!r}", "its names"
-            )
-        if type(children[name]).forward is nn.Module.forward:
-            what = f"{name} ({type(children[name]).__name__}), which has no forward"
-            raise refused("AutoshardStrategy", what, "a module of your own around it, or modules=[...]")
-    parts = [children[name] for name in names]
-    covered = {id(parameter) for part in parts for parameter in part.parameters()}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in covered:
-            what = f"{name}, a trained parameter outside of {', '.join(names) or 'all modules'}"
-            raise refused("AutoshardStrategy", what, "a module with a forward that has it, in modules=[...]")
-    return parts
-
-
-def _of(module: LightningModule | None) -> LightningModule:
-    assert module is not None
-    return module
-
-
-def _is_planned(module: nn.Module) -> bool:
-    session = Session.of(module)
-    return session is not None and session.plan is not None
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _never() -> bool:
-    return False
+    add_worker_init = staticmethod(_auto_add_worker_init_fn)

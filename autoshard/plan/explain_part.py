@@ -5,24 +5,34 @@ from __future__ import annotations
 import difflib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+from autoshard.plan.explain_gradient import gradient_lines
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import fold_numbers
-from autoshard.plan.plan_words import collective_lines, made_of_parameters, parameter_lines, priced_words
+from autoshard.plan.plan_words import (
+    Buckets,
+    collective_lines,
+    made_of_parameters,
+    parameter_lines,
+    price_text,
+    transfer_words,
+)
 from cost_model.errors import PlanError
-from cost_model.memory import format_bytes, format_seconds
-from cost_model.timed import Priced
-from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Turn
+from cost_model.memory import format_seconds
+from passes.plan.planned_graph import NodeRecord, PlannedGraph
 
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""
-_Buckets = Mapping[Turn | None, int]
-"""Turn -> how many reads have it: their transfers are merged."""
 
 
 def explain_named(plan: PlanContent, name: str) -> str:
-    """`explain_part`; of stages each that has something of that name. PlanError where none has."""
+    """`explain_part`, and of a parameter how its gradient is reduced; of stages each that has something of that name.
+    PlanError where none has."""
     if not plan.axis:
-        return explain_part(plan.planned, name, plan.parameter_layouts)
+        text = explain_part(plan.planned, name, plan.parameter_layouts)
+        named = (
+            r for r in plan.records if r.op == "param" and _own_name(plan, name) in (r.name, r.parameter)
+        )
+        return text + "".join(f"{line}\n" for record in named for line in gradient_lines(plan, record))
     errors: list[PlanError] = []
     parts: list[str] = []
     for number, stage in enumerate(plan.stages):
@@ -32,7 +42,18 @@ def explain_named(plan: PlanContent, name: str) -> str:
             errors.append(reason)
     if not parts:
         raise errors[0]
+    places = plan.holders.get(name, ())
+    if len(places) > 1 and any(f"grad {_own_name(one, name)}" in one.records[-1].ends for one in plan.stages):
+        at = f"{plan.axis}={', '.join(map(str, places))}"
+        parts.append(
+            f"held at {at}: an all_reduce[{plan.axis}] adds up its gradients at the end, not priced\n"
+        )
     return "".join(parts)
+
+
+def _own_name(plan: PlanContent, name: str) -> str:
+    """That which the record of a tied parameter has."""
+    return _tied(plan.records, plan.parameter_layouts).get(name, name)
 
 
 def explain_part(planned: PlannedGraph, name: str, parameters: Iterable[str] = ()) -> str:
@@ -111,7 +132,7 @@ def _module_lines(planned: PlannedGraph, members: Sequence[NodeRecord], name: st
     return [*lines, "nodes", *_layer_lines(nodes, name, planned.buckets)]
 
 
-def _layer_lines(nodes: Sequence[NodeRecord], module: str, buckets: _Buckets) -> list[str]:
+def _layer_lines(nodes: Sequence[NodeRecord], module: str, buckets: Buckets) -> list[str]:
     """The nodes layer by layer, equal layers once."""
     layers: dict[str, list[NodeRecord]] = {}
     depth = len(module.split("."))
@@ -153,39 +174,28 @@ def _content(nodes: Sequence[NodeRecord], layer: str) -> Hashable:
     )
 
 
-def _node_lines(nodes: Sequence[NodeRecord], buckets: _Buckets) -> list[str]:
+def _node_lines(nodes: Sequence[NodeRecord], buckets: Buckets) -> list[str]:
     """The seconds of a transfer that is one of a bucket are what it adds to that."""
     lines: list[str] = []
     for record in nodes:
         results = ", ".join(str(result) for result in record.results)
         lines.append(
-            f"%{record.name}: {results} = {record.op}  // {_price(record.seconds, record.priced)} {record.source}"
+            f"%{record.name}: {results} = {record.op}  // {price_text(record.seconds, record.priced)} {record.source}"
         )
         for operand in record.operands:
-            lines += [f"    reads %{operand.source} through {how}" for how in _ways(operand, buckets)]
+            lines += [
+                f"    reads %{operand.source} through {how}" for how in transfer_words(operand, buckets)
+            ]
     return lines
 
 
 def _reader_lines(
-    records: Sequence[NodeRecord], exact: Sequence[NodeRecord], buckets: _Buckets
+    records: Sequence[NodeRecord], exact: Sequence[NodeRecord], buckets: Buckets
 ) -> Iterator[str]:
     """Of a parameter, who reads it or casts and views of it: how laid out, and through which transfers."""
     made = made_of_parameters(records, exact)
     for record in records:
         for operand in record.operands:
             if operand.source in made and record.op != "output":
-                ways = ", ".join(f"through {way}" for way in _ways(operand, buckets)) or "as it is"
+                ways = ", ".join(f"through {way}" for way in transfer_words(operand, buckets)) or "as it is"
                 yield f"    read by %{record.name}, {record.phase}: %{operand.source} {operand.layout}, {ways}"
-
-
-def _ways(operand: OperandRecord, buckets: _Buckets) -> Iterator[str]:
-    members = buckets.get(operand.turn, 1)
-    bucket = f" more in a bucket of {members}" if members > 1 else ""
-    for transfer in operand.transfers:
-        cost = f"{format_bytes(transfer.nbytes)}, {_price(transfer.seconds, transfer.priced)}{bucket}"
-        yield f"{transfer.step.text()}: {cost}"
-
-
-def _price(seconds: float, priced: Priced) -> str:
-    """ "12 us timed"."""
-    return f"{format_seconds(seconds)} {priced_words([(seconds, priced)])}".rstrip()

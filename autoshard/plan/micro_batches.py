@@ -18,13 +18,15 @@ from passes.micro_batches.cut_head import cut_head, may_have_head
 from passes.micro_batches.time_axis import batch_length, trains
 
 
-def cut_call(captured: Captured, count: int, head: int = 1) -> Captured:
+def cut_call(captured: Captured, count: int, head: int = 1, *, sizes_only: bool = False) -> Captured:
     """The call with its batch in `count` pieces, and in each its head and loss in `head`; whole, if nothing is trained
-    by it.
+    by it. sizes_only: as of `cut_batch`, which is enough to plan them.
 
     Raises InfeasibleError where it cannot be cut."""
     cut = cut_call_head(captured, head)
-    return replace(cut, joint=cut_batch(cut.joint, count)) if trains(cut.joint) else cut
+    if not trains(cut.joint):
+        return cut
+    return replace(cut, joint=cut_batch(cut.joint, count, sizes_only=sizes_only))
 
 
 def most_pieces(captured: Captured) -> int:
@@ -47,9 +49,8 @@ def fastest_in_pieces(
     """
 
     def of(count: int) -> Plan:
-        return fitting(
-            captured, memory_limit, lambda head, until: planned(cut_call(head, count), until), deadline
-        )
+        cut = lambda head: cut_call(head, count, sizes_only=True)
+        return fitting(captured, memory_limit, lambda head, until: planned(cut(head), until), deadline)
 
     if micro_batches != "auto":
         return of(int(micro_batches))

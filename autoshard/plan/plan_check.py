@@ -73,6 +73,8 @@ def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec, w
         yield f"a use has one operand, and it has {len(record.operands)}"
     if not record.results and record.op != "output":
         yield "it has no result"
+    if len(record.ends) not in (0, len(record.operands)) or (record.ends and record.op != "output"):
+        yield f"it names {len(record.ends)} ends, and has {len(record.operands)} operands"
     for result in record.results:
         yield from _fits(result.layout, result.shape, mesh)
     for operand in record.operands:

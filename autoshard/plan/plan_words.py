@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent, Raced
 from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
 from passes.layout.layout import Layout
-from passes.plan.planned_graph import Collective, NodeRecord
+from passes.plan.planned_graph import Collective, NodeRecord, OperandRecord, Turn
 
 _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""
@@ -131,6 +131,25 @@ def priced_words(prices: Iterable[Price]) -> str:
     found = [price for price in prices if price[0] > 0.0]
     kinds = {_WORDS[priced] for _, priced in found}
     return _shares(found) if len(kinds) > 1 else "".join(kinds)
+
+
+Buckets = Mapping[Turn | None, int]
+"""Turn -> how many reads have it: their transfers are merged."""
+
+
+def transfer_words(operand: OperandRecord, buckets: Buckets) -> Iterator[str]:
+    """ "all_gather[dp](dim=0): 4KB, 12 us timed" of each of its steps; of one that is merged with others, what it adds
+    to them."""
+    members = buckets.get(operand.turn, 1)
+    bucket = f" more in a bucket of {members}" if members > 1 else ""
+    for transfer in operand.transfers:
+        cost = f"{format_bytes(transfer.nbytes)}, {price_text(transfer.seconds, transfer.priced)}{bucket}"
+        yield f"{transfer.step.text()}: {cost}"
+
+
+def price_text(seconds: float, priced: Priced) -> str:
+    """ "12 us timed"."""
+    return f"{format_seconds(seconds)} {priced_words([(seconds, priced)])}".rstrip()
 
 
 def _shares(prices: Iterable[Price]) -> str:

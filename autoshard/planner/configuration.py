@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -149,18 +150,21 @@ class Configuration:
         sequence = ", sequence parallel" if self.sequence_parallel and self.tensor > 1 else ""
         again = {"none": "", "selective": "; ops computed again", "full": "; blocks computed again"}
         schedule = f"; {self.schedule}" if self.schedule and self.stages > 1 else ""
-        return f"{sizes}{sequence}{again[self.recompute]}{schedule}"
+        compiled = "" if self.compiled else "; not compiled"
+        return f"{sizes}{sequence}{again[self.recompute]}{schedule}{compiled}"
 
     def others(self) -> Iterator[Configuration]:
-        """As many GPUs, stages and sequences at once, otherwise divided: tensor parallelism within a host of 8; of each
-        division first what computes least again."""
+        """As many GPUs and stages, compiled, otherwise divided: tensor parallelism within a host of 8; of each division
+        first what computes least again. As many sequences at once, or fewer where the batch leaves a rank no more."""
         data = self.gpus // self.stages // self.context
         for tensor in (1, 2, 4, 8):
             whole = self.replicate if self.shard > 1 else data // tensor
             if whole and data % (tensor * whole) == 0:
                 for again in self.recomputes:
                     shard = data // tensor // whole
-                    yield replace(self, tensor=tensor, replicate=whole, shard=shard, recompute=again)
+                    at_once = math.gcd(self.micro_batch, self.batch // (data // tensor))
+                    sizes = {"tensor": tensor, "replicate": whole, "shard": shard, "micro_batch": at_once}
+                    yield replace(self, **sizes, recompute=again, compiled=True)
 
     def changes(self, other: Configuration) -> str:
         """The options of `other` that are not as here, as the framework writes them."""

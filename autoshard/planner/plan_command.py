@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +179,7 @@ def _sheet(arguments: argparse.Namespace, configuration: Configuration | None) -
         _say("autoshard", asked.words(run))
         print(plan, end="")
         return plan
-    return _beside(asked, configuration)
+    return _beside(asked, replace(configuration, batch=asked.batch))
 
 
 def _say(subject: str, text: str) -> None:
@@ -259,15 +259,14 @@ def _beside(asked: _Workload, configuration: Configuration) -> Plan:
 
     run = configured_run(asked.model, configuration, asked.batch, asked.sequence, asked.machine)
     _say("runs", f"{configuration.framework}: {configuration}")
-    if not configuration.compiled:
-        _say("", "it is not compiled, and is priced as if it were")
     _say("step", asked.words(run))
     sizes = {"dp": configuration.gpus // configuration.tensor, "tp": configuration.tensor}
     shape = {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
-    best, plan = _best(asked, [shape], "auto" if asked.machine.memory_limit else 1)
+    pieces = configuration.pieces(asked.batch)
+    best, plan = _best(asked, [shape], pieces if asked.fits(run) else "auto")
     _say("autoshard", asked.words(best))
     bound = ""
-    if best.bound:
+    if best.bound and plan.micro_batches == pieces:  # it is of plans in as many
         above = run.seconds / best.bound - 1.0
         bound = f", {above:+.1%} against the bound {format_seconds(best.bound)}"
     _say("distance", f"{run.seconds / best.seconds - 1.0:+.1%} of a step against autoshard's{bound}")

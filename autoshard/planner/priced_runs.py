@@ -108,7 +108,12 @@ def configured_run(
     )
     if model.depth <= more or not model.is_of_equal_layers():
         return at(None)
-    return at(few).deeper(at(more), (model.depth - few) / (more - few))
+    one, other = at(few), at(more)
+    if (
+        other.nbytes < one.nbytes or other.seconds < one.seconds
+    ):  # two plans of different kinds tell nothing of a third
+        return at(None)
+    return one.deeper(other, (model.depth - few) / (more - few))
 
 
 def priced(call: Call, configuration: Configuration, batch: int, machine: Machine) -> Run:
@@ -133,7 +138,7 @@ def configured_plan(
             "  try: --hf, or checkpoint(block, x) in the model's forward"
         )
     if configuration.stages == 1:
-        captured = cut_call(captured, pieces)
+        captured = cut_call(captured, pieces, sizes_only=True)
     task = _task(captured, mesh, configuration, machine, pieces)
     if configuration.stages == 1:
         return search_plan(task), flops
@@ -163,7 +168,7 @@ def _task(
         CallLayouts(inputs, output_layouts(captured, mesh, None)),
         {},
         None,
-        "inductor",
+        "inductor" if configuration.compiled else "uncompiled",
         machine.seconds,
         narrowing=narrowing,
         recompute="user",

@@ -142,7 +142,10 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
             "replicate": "parallelism.data_parallel_replicate_degree = {}".format,
             "shard": "parallelism.data_parallel_shard_degree = {}".format,
             "tensor": "parallelism.tensor_parallel_degree = {}".format,
+            "micro_batch": ("parallelism.pipeline_parallel_microbatch_size = {}" if stages > 1 else
+                            "training.local_batch_size = {}").format,
             "recompute": 'activation_checkpoint.mode = "{}"'.format,
+            "compiled": lambda _: "compile.enable = true",
         },
         unread=tuple(sections),
         context=context,
@@ -177,17 +180,7 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         raise ShardingError(f"{where}: {error}\n  try: the arguments of pretrain_gpt.py, in quotes") from None
     rest = _Options({word: True for word in unread if word.startswith("--")}, where)
     rest.left(
-        any_but=(
-            "parallel",
-            "pipeline",
-            "capacity",
-            "fp8",
-            "fp4",
-            "offload",
-            "fsdp",
-            "recompute",
-            "lora",
-        )
+        any_but=("parallel", "pipeline", "capacity", "fp8", "fp4", "offload", "fsdp", "recompute", "lora")
     )
     of = lambda name, default: getattr(known, name.replace("-", "_")) or default
     if known.fp16 or not known.bf16:
@@ -212,6 +205,7 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         recomputes=("none", "full"),
         words={
             "tensor": "--tensor-model-parallel-size {}".format,
+            "micro_batch": "--micro-batch-size {}".format,
             "recompute": lambda how: f"{'--' if how == 'full' else 'no --'}recompute-granularity full",
         },
         unread=tuple(word for word in unread if word.startswith("--")),
@@ -296,6 +290,7 @@ def accelerate(path: Path, gpus: int | None) -> Configuration:
             "shard": "parallelism_config_dp_shard_size: {}".format,
             "tensor": "parallelism_config_tp_size: {}".format,
             "recompute": lambda how: f"fsdp_activation_checkpointing: {str(how == 'full').lower()}",
+            "compiled": lambda _: "dynamo_backend: INDUCTOR",
         },
         unread=unread,
         context=context,

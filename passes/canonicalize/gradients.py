@@ -268,9 +268,11 @@ def _has_both(mask: Sequence[bool]) -> bool:
 
 def _split(node: fx.Node) -> None:
     *args, mask = node.args
-    first = emit(node, aten.convolution_backward.default, *args, [True, False, False])
-    rest = emit(node, aten.convolution_backward.default, *args, [False, *mask[1:]])  # type: ignore[misc]
-    for item in list(node.users):
+    made: dict[bool, fx.Node] = {}
+    for item in list(node.users):  # a gradient that nothing reads is not computed
         index = int_at(item, 1)
-        replace(item, emit(item, operator.getitem, first if index == 0 else rest, index))
+        if (own := index == 0) not in made:
+            computed = [True, False, False] if own else [False, *mask[1:]]  # type: ignore[misc]
+            made[own] = emit(node, aten.convolution_backward.default, *args, computed)
+        replace(item, emit(item, operator.getitem, made[own], index))
     node.graph.erase_node(node)

@@ -21,7 +21,7 @@ from passes.ir.op_traits import read_repeats
 from passes.ir.process_state import collector_paused
 from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.interior import PossibleInterior, possible_interiors
-from passes.plan.describe import escaped, op_name, op_text, shapes_of
+from passes.plan.describe import end_names, escaped, op_name, op_text, shapes_of
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord, Transfer
 from passes.plan.transfers import transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
@@ -173,7 +173,8 @@ class _Writer:
         )
 
     def _output(self, node: fx.Node) -> NodeRecord:
-        return NodeRecord("output", "output", "", self._operands(node), (), (), 0.0, "backward", "", "")
+        operands, ends = self._operands(node), end_names(self.joint)
+        return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "", ends=ends)
 
     def _operands(self, node: fx.Node) -> tuple[OperandRecord, ...]:
         found: list[OperandRecord] = []

@@ -73,6 +73,12 @@ def _portable(value: Any) -> str:
     return str(value)
 
 
+def end_names(joint: JointGraph) -> tuple[str, ...]:
+    """What each tensor that the graph returns is: "grad up.weight", "buffer mean", "output 0"."""
+    ends = (end for end, result in joint.returned if result is not None)
+    return tuple(end.name if end.kind == "output" else f"{end.kind} {end.name}" for end in ends)
+
+
 def op_name(node: fx.Node) -> str:
     namespace, _, name = str(node.target).partition(".")
     name = name.removesuffix(".default")

@@ -112,7 +112,8 @@ class NodeRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """One node of the global graph. text: the op with `{0}`, `{1}` ... for its tensor operands,
     or "param up.weight", "input x". seconds: the op alone in a step, transfers not counted, every piece of a batch that
     is run in pieces. interior: the factor along which
-    it is computed in parts (`passes.lower.interior`), or None. priced: where the seconds come from."""
+    it is computed in parts (`passes.lower.interior`), or None. priced: where the seconds come from. ends: of the node
+    `output`, what each operand is: "grad up.weight", "output 0"; () in files of earlier versions."""
 
     name: Word
     op: Text
@@ -126,6 +127,7 @@ class NodeRecord(Struct, frozen=True, forbid_unknown_fields=True):
     source: Text
     interior: Text | None = None
     priced: Priced = "modelled"
+    ends: tuple[Text, ...] = ()
 
     @property
     def layouts(self) -> NodeLayouts:

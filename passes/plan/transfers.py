@@ -13,7 +13,7 @@ from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece
 from passes.layout.layout import Assignment, Layout
 from passes.lower.interior import possible_interiors
-from passes.plan.describe import op_counts, shapes_of
+from passes.plan.describe import end_names, op_counts, shapes_of
 from passes.plan.planned_graph import NodeRecord, PlannedGraph, Transfer, Turn
 from passes.strategies.cuts import ops_of
 
@@ -75,6 +75,8 @@ def _records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> It
     output = by_name.pop("output", None)
     if output is None or [(o.source, o.result) for o in output.operands] != ends:
         yield "its output is not the model's"
+    elif output.ends not in ((), end_names(joint)):
+        yield f"its output is {', '.join(output.ends)}, and not what the model returns"
     yield from (f"the model has no node {name}" for name in by_name)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
+import pytorch_lightning
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
@@ -16,6 +20,8 @@ from torch.utils.data import DataLoader
 
 from autoshard.integrations.accelerate import AutoshardAccelerator
 from autoshard.integrations.lightning import AutoshardStrategy
+from autoshard.integrations.pytorch_lightning import AutoshardStrategy as EarlierStrategy
+from autoshard.runtime.session import Session
 from cost_model.errors import ShardingError
 from tests.profiles import slow_compute
 
@@ -130,6 +136,71 @@ def test_what_is_made_parallel(
     fit(module, modules=modules)
     named = [name for name, one in module.named_modules() if hasattr(one, "autoshard_plan")]
     assert named == parallel
+
+
+class Earlier(pytorch_lightning.LightningModule):
+    """Of the package of the earlier name; its forward is its layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 2)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        loss = (self(x) - 3.0).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def earlier_losses(strategy: Any, path: Path) -> list[float]:
+    """Of two steps, and of two more from what was saved."""
+    losses: list[float] = []
+    for last, start in ((2, None), (4, str(path))):
+        trainer = pytorch_lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy(),
+            max_steps=last,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Earlier()
+        trainer.fit(module, DataLoader(torch.ones(2, 2, 2), batch_size=None), ckpt_path=start)
+        trainer.save_checkpoint(path)
+        losses += module.losses
+        assert (Session.of(module) is not None) == (strategy is not auto)
+    return losses
+
+
+def auto() -> str:
+    return "auto"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_package_of_the_earlier_name(one_process: None, tmp_path: Path) -> None:
+    """Trained, saved and resumed as without it."""
+    alone = earlier_losses(auto, tmp_path / "alone.ckpt")
+    assert len(alone) == 4
+    strategy = lambda: EarlierStrategy(options=OPTIONS)
+    assert earlier_losses(strategy, tmp_path / "parallel.ckpt") == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
+def test_a_package_that_is_missing(name: str) -> None:
+    code = f"import sys; sys.modules[{name!r}] = None; import autoshard.integrations.{name}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert f"AutoshardStrategy needs {name}: " in found.stderr
+    assert found.stderr.endswith("\n  try: pip install 'autoshard[lightning]'\n")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert found.recompute == "full" and found.sequence_parallel and not found.compiled
     assert found.model is not None and found.model["num_hidden_layers"] == 32
     assert found.unread == ("optimizer",)
-    assert str(found) == "shard=4, tp=4, sequence parallel; blocks computed again"
+    assert str(found) == "shard=4, tp=4, sequence parallel; blocks computed again; not compiled"
 
 
 def test_megatron() -> None:
@@ -111,15 +112,17 @@ def test_experts_take_neighbours(more: str, axes: dict[str, int], over: tuple[st
 
 
 def test_others_are_divisions_of_as_many_devices(tmp_path: Path) -> None:
+    """A batch of 8 is one sequence for each of 8 ranks, and for 16 none: that one is refused when it is priced."""
     found = titan(tmp_path)
     others = list(found.others())
+    assert {(one.shard, one.micro_batch) for one in others} == {(16, 2), (8, 1), (4, 2), (2, 2)}
     assert {one.gpus for one in others} == {16}
     assert {(one.tensor, one.shard) for one in others} == {(1, 16), (2, 8), (4, 4), (8, 2)}
-    assert found in others and len(others) == 12
+    assert replace(found, compiled=True) in others and len(others) == 12
     changed = next(one for one in others if one.tensor == 2 and one.recompute == "none")
     assert found.changes(changed) == (
         "parallelism.data_parallel_shard_degree = 8, parallelism.tensor_parallel_degree = 2, "
-        'activation_checkpoint.mode = "none"'
+        'training.local_batch_size = 1, activation_checkpoint.mode = "none", compile.enable = true'
     )
 
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
+from autoshard.plan.micro_batches import fastest_in_pieces
 from autoshard.planning import canonical_capture
+from cost_model.deadline import Deadline
+from passes.capture import Captured
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch
@@ -98,3 +101,18 @@ def test_a_parameter_is_gathered_once_for_all_pieces() -> None:
     assert backward is not None and plan.parameters["up.weight"] == (Shard(0),)
     assert gathers(parts.before) >= 1
     assert gathers(parts.piece.phases.forward) == gathers(backward.module) == 0
+
+
+@pytest.mark.parametrize(("count", "graphs"), [(4, 1), (5, 2)])
+def test_pieces_of_one_size_are_planned_as_one(count: int, graphs: int) -> None:
+    """8 samples in 4 pieces of 2; in 5, of 2 and of 1."""
+    captured = canonical_capture(nn.Linear(6, 1), (torch.randn(8, 6),), {})
+    asked: list[int] = []
+
+    def planned(cut: Captured, until: Deadline) -> Plan:
+        asked.append(1 + len(cut.joint.others))
+        raise InfeasibleError("none\n  try: another")
+
+    with pytest.raises(InfeasibleError, match="none"):
+        fastest_in_pieces(captured, count, None, planned, Deadline.after(60.0))
+    assert asked == [graphs]

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autoshard.planning import canonical_capture
-from benchmarks.uncompiled_traffic import uncompiled_traffic
 from passes.ir.joint import node_value, node_values, tensor_operands
 from passes.strategies.traffic import eager_traffic
+from passes.strategies.uncompiled_traffic import uncompiled_traffic
 
 ROWS, WIDTH = 8, 16
 
@@ -27,8 +27,17 @@ class Model(nn.Module):
         return F.linear(x, self.weight)
 
 
-def forward_nodes() -> list[fx.Node]:
-    joint = canonical_capture(Model(), (torch.ones(ROWS, WIDTH),), {}).joint
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def forward_nodes(model: nn.Module | None = None) -> list[fx.Node]:
+    joint = canonical_capture(model or Model(), (torch.ones(ROWS, WIDTH),), {}).joint
     return [n for n in joint.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
 
 
@@ -66,3 +75,8 @@ def test_products_move_everything() -> None:
     products = [n for n in forward_nodes() if n.target is torch.ops.autoshard.contract.default]
     assert len(products) == 2
     assert moved(products) == (2 * (ROWS * WIDTH + WIDTH * WIDTH), 2 * ROWS * WIDTH)
+
+
+def test_a_bias_is_added_within_its_product() -> None:
+    """It is loaded beside the operands, and the sum alone is stored."""
+    assert moved(forward_nodes(Biased())) == (ROWS * WIDTH + WIDTH * WIDTH + WIDTH, ROWS * WIDTH)

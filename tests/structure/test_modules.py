@@ -76,6 +76,8 @@ def test_what_the_packages_import_is_declared() -> None:
     asked = extras["plot"] + extras["planner"] + extras["trainer"] + extras["lightning"]
     declared = {requirement.split(">")[0] for requirement in (*project["dependencies"], *asked)}
     declared |= {"yaml"} & {name.lower().removeprefix("py") for name in declared}
+    if "lightning" in declared:  # which brings both
+        declared |= {"pytorch_lightning", "lightning_fabric"}
     known = declared | set(PACKAGES) | sys.stdlib_module_names
     undeclared = {
         f"{relative(path)}:{line} imports {name}"

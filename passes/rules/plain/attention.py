@@ -88,6 +88,8 @@ class _Seen:
 
     def in_ring(self, lo: int, hi: int) -> Sequence[float]:
         """With its own keys a half and two squares cut in half; in every other round as much."""
+        if hi == lo:
+            return (0.0,)
         part = (hi - lo) / self.queries
         return *(part * part * share for share in (0.5, 0.25, 0.25)), *[part * part] * (round(1 / part) - 1)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
-from passes.ir.joint import tensor_operands
-from passes.ir.op_traits import fuses, is_reduction, is_view, storage_root
+from passes.ir.joint import first_value, tensor_operands
+from passes.ir.op_traits import fuses, is_product, is_reduction, is_view, storage_root
 from passes.ir.op_work import reads_values
 from passes.strategies.traffic import OpTraffic
 
@@ -15,7 +16,8 @@ from passes.strategies.traffic import OpTraffic
 def uncompiled_traffic(node: fx.Node) -> OpTraffic:
     """The model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
     one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
-    and stores what is read elsewhere; products and all else that does not fuse read and store everything.
+    and stores what is read elsewhere; products and all else that does not fuse read and store everything, but that a
+    bias is added within its product.
 
     For predictions of runs of others: a model written so that each line is one call.
     """
@@ -31,10 +33,27 @@ def uncompiled_traffic(node: fx.Node) -> OpTraffic:
 
 def _line(node: fx.Node) -> tuple[object, ...] | None:
     """What nodes of one kernel of torch have in common; None: the node is a kernel of its own."""
-    if not (fuses(node) or is_reduction(node)):
+    if not (fuses(node) or is_reduction(node) or _has_bias(node)):
         return None
-    line = tuple(node.meta.get(key) for key in ("phase", "module", "source"))
+    line = _place(node)
     return line if line[-1] else None
+
+
+def _place(node: fx.Node) -> tuple[object, ...]:
+    return tuple(node.meta.get(key) for key in ("phase", "module", "source"))
+
+
+def _has_bias(node: fx.Node) -> bool:
+    """Whether a bias is added to a product where it is called, and nothing else reads it."""
+    if not is_product(node):
+        return False
+    readers = list(_readers(node))
+    return (
+        len(readers) == 1
+        and readers[0].target is torch.ops.aten.add.Tensor
+        and _place(readers[0]) == _place(node)
+        and any(first_value(operand).ndim == 1 for operand in tensor_operands(readers[0]))
+    )
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
