@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from passes.canonicalize.gradients import PadsToCat, ScatterToWhere, SinkExpands, SplitConvolutionBackward
+from passes.canonicalize.group_heads import GroupHeads
 from passes.canonicalize.insert_uses import MarkCausalMasks
 from passes.canonicalize.mark_rows import LAST
 from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
@@ -42,6 +43,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     FusePermutes(),
     AbsorbPermutes(),
     DropKeptDims(),
+    GroupHeads(),
     MergeDuplicates(),
     RemoveDeadCode(),
     MarkCausalMasks(),

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.operator_calls import expand_heads, scaled_dot_product
+from passes.capture.operator_calls import scaled_dot_product
 from passes.capture.torch_shortcuts import reentrant_checkpoints_called
 from passes.ir.torch_dispatch import (
     compiled_as_written,
@@ -27,6 +27,7 @@ from passes.ir.torch_dispatch import (
     higher_order_answered,
     indexed_by_tensors,
 )
+from passes.ops.attention_choice import expand_heads
 
 _MOST_STEPS = 1024
 """A longer loop makes a graph that takes minutes to plan."""

@@ -16,6 +16,7 @@ from passes.capture.device_view import cast_to
 from passes.capture.row_index import mask_key
 from passes.capture.rows import Rows, rows_in, unknown
 from passes.ir.torch_tracing import grouped_mm_functions
+from passes.ops.attention_choice import expand_heads
 from passes.ops.attention_op import attention
 from passes.ops.layer_ops import circular_pad
 from passes.ops.layer_ops import ctc_loss as op
@@ -55,15 +56,6 @@ def scaled_dot_product(
     if dropout_p > 0.0 or mask_is_learned or not same_batch:
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return _fused(query, key, value, attn_mask, is_causal, scale)
-
-
-def expand_heads(x: Tensor, heads: int) -> Tensor:
-    """[..., g, t, d] -> [..., heads, t, d]: each head `heads // g` times, next to each other."""
-    groups = x.shape[-3]
-    if groups == heads:
-        return x
-    wide = x.unsqueeze(-3).expand(*x.shape[:-2], heads // groups, *x.shape[-2:])
-    return wide.reshape(*x.shape[:-3], heads, *x.shape[-2:])
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:

@@ -17,7 +17,7 @@ from passes.ops.attention_table import TABLE, Chip, Contract, Kernel, MaskKind
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Operands of one attention. q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask 4-d or None.
+    """Operands of one attention. q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask 4-d or None.
 
     chip: of the device that it will run on; None: the chip of q's device is asked for where it matters.
     """
@@ -29,6 +29,12 @@ class AttentionCall:
     is_causal: bool
     scale: float
     chip: Chip | None = None
+
+    @property
+    def repeats(self) -> int:
+        """Heads of queries for each of keys."""
+        heads, groups = self.q.shape[1], self.k.shape[1]
+        return heads // groups if groups else 1
 
     @property
     def case(self) -> Case:
@@ -144,11 +150,13 @@ def check_problem(p: AttentionCall, **rest: Tensor) -> None:
     rest: out, grad_out, lse of a backward.
     """
     b, h, s, d = p.q.shape
-    t, e = p.k.shape[2], p.v.shape[3]
+    g, t, e = p.k.shape[1], p.k.shape[2], p.v.shape[3]
+    if h != g * p.repeats:
+        _refuse(p, "k", f"has {g} heads, and q {h}", "as many heads of q for each of k")
     wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
     expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
-        "k": (p.k, (b, h, t, d), p.q.dtype),
-        "v": (p.v, (b, h, t, e), p.q.dtype),
+        "k": (p.k, (b, g, t, d), p.q.dtype),
+        "v": (p.v, (b, g, t, e), p.q.dtype),
     }
     for name, value in rest.items():
         shape = (b, h, s) if name == "lse" else (b, h, s, e)
@@ -188,6 +196,20 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
         return mask.to(dtype)
     seen, hidden = (torch.full((), value, dtype=dtype, device=mask.device) for value in (0.0, -math.inf))
     return torch.where(mask, seen, hidden)
+
+
+def expand_heads(x: Tensor, heads: int) -> Tensor:
+    """[..., g, t, d] -> [..., heads, t, d]: each head `heads // g` times, next to each other."""
+    groups = x.shape[-3]
+    if groups == heads:
+        return x
+    wide = x.unsqueeze(-3).expand(*x.shape[:-2], heads // groups, *x.shape[-2:])
+    return wide.reshape(*x.shape[:-3], heads, *x.shape[-2:])
+
+
+def sum_heads(grad: Tensor, groups: int) -> Tensor:
+    """The gradient of what was expanded, [b, g, t, d], of that of what it was expanded to."""
+    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
 def empty(p: AttentionCall) -> tuple[Tensor, Tensor]:

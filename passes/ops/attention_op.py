@@ -3,8 +3,9 @@
 A plan names ops; torch's own attention kernels have other names on CPU and CUDA, so a plan made
 on a laptop would not be valid on a GPU. This op picks the kernel when it runs.
 
-    attention(q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask?, is_causal, scale) -> (out [b,h,s,e], lse [b,h,s])
+    attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale) -> (out [b,h,s,e], lse [b,h,s])
 
+g divides h: grouped heads, of which each of keys and values is seen by h / g next to each other of queries.
 mask: 4-d, broadcastable to [b,h,s,t]; bool (True attends) or additive float; it gets no gradient.
 is_causal: query i sees keys 0..i (aligned at the top left, also when s != t).
 lse: float32 (float64 for float64 operands). `out` and the gradients lie in memory as [b,s,h,d]:
@@ -14,6 +15,7 @@ that is how the fused kernels write them, and what the projection after them rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ from passes.ops.attention_choice import (
     additive_mask,
     check_problem,
     empty,
+    expand_heads,
     lse_dtype,
     math_backward,
     math_forward,
+    sum_heads,
 )
 from passes.ops.attention_table import (
     Chip,
@@ -50,7 +54,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p)
-    kernel = p.kernel
+    kernel, p = p.kernel, _head_by_head(p)
     if kernel in _PLAIN:
         return _PLAIN[kernel][0](p)
     row = contract_of(kernel)
@@ -61,14 +65,24 @@ def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
 def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p, grad_out=grad_out, out=out, lse=lse)
-    kernel = p.kernel
+    kernel, groups, p = p.kernel, p.k.shape[1], _head_by_head(p)
     if kernel in _PLAIN:
-        return _PLAIN[kernel][1](p, grad_out, out, lse)
-    row = contract_of(kernel)
-    operands = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
-    gq, gk, gv = _FUSED[kernel][1](p, row, *operands, lse)
+        gq, gk, gv = _PLAIN[kernel][1](p, grad_out, out, lse)
+    else:
+        row = contract_of(kernel)
+        operands = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
+        gq, gk, gv = _FUSED[kernel][1](p, row, *operands, lse)
     d, e = p.q.shape[-1], p.v.shape[-1]
-    return _columns(gq, d), _columns(gk, d), _columns(gv, e)
+    return _columns(gq, d), sum_heads(_columns(gk, d), groups), sum_heads(_columns(gv, e), groups)
+
+
+def _head_by_head(p: AttentionCall) -> AttentionCall:
+    """With as many heads of keys as of queries, for a kernel that asks for that."""
+    kernel = p.kernel
+    if kernel == "empty" or contract_of(kernel).grouped_heads:
+        return p
+    heads = p.q.shape[1]
+    return replace(p, k=expand_heads(p.k, heads), v=expand_heads(p.v, heads))
 
 
 def _nothing_backward(p: AttentionCall, *_: Tensor) -> Gradients:

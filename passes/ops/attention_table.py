@@ -3,7 +3,7 @@
 Facts are those of torch 2.13 (`sdp_utils.cpp`, `attention.cu`, `attention_backward.cu`, `flash_api.cpp`, the
 headers of `mem_eff_attention`), and docs/attention.md says where each is found. No kernel drops out here: capture
 writes dropout as plain math with our own counters, which a kernel's own generator could not repeat on another mesh.
-Grouped queries have their key heads expanded by capture, so that the op's q, k and v have as many heads.
+Where a kernel takes no grouped heads, keys and values are written out head by head for it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Contract:
     masks:           kinds that it takes.
     causal_unequal:  whether causal means the same with unequal lengths: aligned at the top left.
     causal_masked:   whether it takes a mask and causality together.
+    grouped_heads:   whether k and v may have fewer heads than q.
     largest_grid:    of batch and of heads, which are dims of the launch grid; None: no limit.
     align:           elements of a 16-byte vector that addresses and strides are multiples of.
     layouts:         of the operands, by name.
@@ -80,6 +81,7 @@ class Contract:
     refused_heads: tuple[tuple[Capability, Capability, int, int], ...] = ()
     causal_unequal: bool = True
     causal_masked: bool = False
+    grouped_heads: bool = False
     largest_grid: int | None = None
     align: int = 1
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -136,6 +138,7 @@ TABLE: tuple[Contract, ...] = (
         equal_heads=True,
         refused_heads=_TILES_TOO_LARGE,
         causal_unequal=False,  # it aligns at the bottom right
+        grouped_heads=True,
         largest_grid=65535,
         align=8,
         layouts=_FUSED,

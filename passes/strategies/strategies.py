@@ -63,16 +63,16 @@ def enumerate_strategies(
 
 
 def offered_ways(rule: OpRule, mesh: MeshSpec, in_parts: bool) -> list[OpRule]:
-    """Those that exchange within the op only where a sequence is given in parts, or what may be split instead is too
-    short: each makes every search longer."""
+    """Those that exchange within the op only where a sequence is given in parts, those that refine a factor only where
+    an axis does not divide it, and either where what may be split instead is too short: each makes every search
+    longer."""
+    axes = [mesh.size(axis) for axis in mesh.real_axes()]
 
     def is_offered(way: OpRule) -> bool:
-        instead = () if way.exchange is None else way.exchange.unless
-        return (
-            way.exchange is None
-            or in_parts
-            or math.prod(way.sizes.get(f, 1) for f in instead) < mesh.device_count
-        )
+        if math.prod(way.sizes.get(f, 1) for f in way.unless) < mesh.device_count:
+            return True
+        fine = way.refines is None or any(way.sizes[way.refines] % size for size in axes)
+        return fine and (way.exchange is None or in_parts)
 
     return list(filter(is_offered, rule.ways))
 

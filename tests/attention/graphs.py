@@ -32,7 +32,7 @@ COPIES = ("clone", "constant_pad_nd", "contiguous", "_to_copy", "copy", "zeros",
 
 @dataclass(frozen=True)
 class Call:
-    """Shapes and dtype of one attention; `order`: how q, k, v and the gradient lie in memory."""
+    """Shapes and dtype of one attention; `order`: how q, k, v and the gradient lie in memory. g: heads of k and v."""
 
     dtype: torch.dtype
     mask: MaskShape = "none"
@@ -44,6 +44,7 @@ class Call:
     order: Order = "bshd"
     b: int = 2
     h: int = 4
+    g: int | None = None
 
 
 def empty(shape: Sequence[int], order: Order, like: Tensor) -> Tensor:
@@ -83,8 +84,9 @@ def graph_of(call: Call, device: str = "cuda:0") -> fx.GraphModule:
     with fake_mode_of(start):
         width = call.d if call.e is None else call.e
         q = empty((call.b, call.h, call.s, call.d), call.order, start)
-        k = empty((call.b, call.h, call.t, call.d), call.order, start)
-        v = empty((call.b, call.h, call.t, width), call.order, start)
+        groups = call.h if call.g is None else call.g
+        k = empty((call.b, groups, call.t, call.d), call.order, start)
+        v = empty((call.b, groups, call.t, width), call.order, start)
         grad = empty((call.b, call.h, call.s, width), call.order, start)
         graph = fx.Graph()
         operands = [_placeholder(graph, n, x) for n, x in (("q", q), ("k", k), ("v", v))]

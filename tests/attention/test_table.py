@@ -136,6 +136,20 @@ def test_an_aligned_bias_is_neither_copied_nor_written_out() -> None:
         ] * 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cudnn", "heads"), [(WIDE, 0, 2), (WIDE, 92000, 4), (SINGLE, 0, 4)], ids=str
+)
+def test_grouped_heads_are_written_out_where_a_kernel_needs_it(
+    dtype: torch.dtype, cudnn: int, heads: int
+) -> None:
+    call = Call(dtype, causal=True, g=2)
+    module = expand_ops(graph_of(call), Chip(HOPPER, cudnn=cudnn))
+    _check(module, call)
+    calls = [n for n in module.graph.nodes if "attention" in str(n.target)]
+    keys = [n.args[1 + ("backward" in str(n.target))].meta["val"] for n in calls]
+    assert [key.shape[1] for key in keys] == [heads] * 2
+
+
 @pytest.mark.parametrize("mask", ["turned", "sliced", "broadcast"])
 @pytest.mark.parametrize("t", [64, 77, 1])
 def test_a_bias_has_contiguous_aligned_rows(mask: str, t: int) -> None:

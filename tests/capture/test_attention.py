@@ -56,6 +56,23 @@ def test_attention_is_torchs(kind: str, widths: tuple[int, int], dtype: torch.dt
             torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("kind", ["none", "causal", "float", "row"])
+@pytest.mark.parametrize(("groups", "widths"), [(1, (8, 8)), (2, (8, 8)), (2, (8, 6))], ids=str)
+def test_grouped_heads_are_torchs(kind: str, groups: int, widths: tuple[int, int]) -> None:
+    for s, t in SIZES:
+        q = torch.randn(2, 4, s, widths[0], dtype=torch.float64, requires_grad=True)
+        k, v = (torch.randn(2, groups, t, n, dtype=torch.float64, requires_grad=True) for n in widths)
+        mask = torch.randn(2, 4, s, t).double() if kind == "float" else _mask(kind, s, t, torch.float64)
+        causal, scale = kind == "causal", widths[0] ** -0.5
+        wanted = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+        args = q, k, v, mask, causal, scale
+        got, _ = attention(*args)
+        grad = torch.randn_like(wanted)
+        ours, theirs = (torch.autograd.grad(out, (q, k, v), grad) for out in (got, wanted))
+        torch.testing.assert_close([got, *ours], [wanted, *theirs], rtol=1e-12, atol=1e-12)
+        torch.library.opcheck(attention, args)
+
+
 def test_every_kernel_has_one_lse() -> None:
     """A fused kernel and the math agree on lse, so shards computed by either can be combined."""
     q, k, v = (x.detach() for x in _operands(5, 7, 8, 8))

@@ -196,6 +196,31 @@ def test_causal_attention(mesh: MeshSpec, queries: int, keys: int) -> None:
     )
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(6, 3), (6, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_grouped_heads(mesh: MeshSpec, heads: int, groups: int, kind: str) -> None:
+    """Split by groups, and within them: of 6 heads in 3 groups a rank of 4 has one and a half groups."""
+    q, k, v = D.floats(1, heads, 5, 4), D.floats(1, groups, 5, 4), D.floats(1, groups, 5, 3)
+    flags = D.floats(1, heads, 5, 5) if kind == "masked" else None, kind == "causal", 0.5
+    check_all(ops.attention.default, (q, k, v, *flags), mesh)
+    out, lse = ops.attention.default(q, k, v, *flags)
+    grad = D.floats(*out.shape)
+    check_all(ops.attention_backward.default, (grad, q, k, v, flags[0], out, lse, *flags[1:]), mesh)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_ring_passes_the_heads_of_keys_that_there_are(groups: int) -> None:
+    """4 keys and values of 8 a rank, in three rounds; before them half of q, k and v are swapped, and results after."""
+    q, k = D.floats(1, 4, 16, 8), D.floats(1, groups, 16, 8)
+    node, mesh = call_node(ops.attention.default, (q, k, k, None, True, 0.5)), MeshSpec({"a": 4})
+    (ring,) = (s for s in strategies_of(node, mesh) if [split.factor for split in s.splits] == [RING])
+    graph = lowered(node, ring, mesh)[1].graph
+    sent = [n.args[0].meta["val"].numel() for n in graph.nodes if "all_to_all" in str(n.target)]  # type: ignore[union-attr]
+    keys = 2 * 4 * 8 * groups
+    assert sent == [4 * 4 * 8 + keys, keys, keys, keys, 4 * 4 * (8 + 1)]
+
+
 @pytest.mark.parametrize(("factor", "shares"), [("s", (0.5, 1.5, 2.5, 3.5)), (RING, (2.0, 2.0, 2.0, 2.0))])
 def test_ranks_multiply_with_the_keys_that_their_queries_see(factor: str, shares: tuple[float, ...]) -> None:
     """Of squares of 4 x 4: of keys in front of their queries all, of their own a half; mirrored pieces have equal work.

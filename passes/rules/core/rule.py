@@ -78,14 +78,11 @@ class Exchange:
 
     round:   tensors, counted through operands and results, of which every rank has all parts one after the other.
     swapped: those of which half of a part is exchanged before, or after.
-    unless:  factors that are split instead where they are together as long as the mesh has ranks, and nothing else asks
-             for the way (`passes.strategies.strategies.offered_ways`).
     """
 
     factor: str
     round: tuple[int, ...]
     swapped: tuple[int, ...]
-    unless: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +110,9 @@ class OpRule:
     routed:     operand -> factor of experts: split over it, rows of the operand count on the rank of their expert
                 (`ROUTED`). Results for which `reductions` says so need not have the factor in their dims.
     exchange:   what is exchanged within the op, in this way of splitting it.
+    unless:     factors that are split instead where they are together as long as the mesh has ranks, and nothing else
+                asks for this way (`passes.strategies.strategies.offered_ways`).
+    refines:    a factor that another way splits, and whose single parts this one splits further.
     localize:   emits this rank's op; None repeats the op on the local operands.
     others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
@@ -131,6 +131,8 @@ class OpRule:
     unlike: Mapping[str, int | None] = field(default_factory=dict)
     routed: Mapping[int, str] = field(default_factory=dict)
     exchange: Exchange | None = None
+    unless: tuple[str, ...] = ()
+    refines: str | None = None
     localize: Localize | None = None
     others: tuple[OpRule, ...] = ()
 
@@ -152,7 +154,8 @@ class OpRule:
 
     def splitting(self, factors: Iterable[str]) -> OpRule:
         """That of the ways which has all of `factors`."""
-        return next(way for way in self.ways if all(factor in way.sizes for factor in factors))
+        split = tuple(factors)
+        return next(way for way in self.ways if all(factor in way.sizes for factor in split))
 
     def may_overlap(self, factor: str, computed: Collection[int]) -> bool:
         """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice.

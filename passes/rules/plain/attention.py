@@ -1,5 +1,8 @@
 """Attention, split in the batch, in heads, in queries, and round a ring (`passes.rules.plain.ring`).
 
+Grouped heads are split by heads of keys, each with all heads of queries that see it; or, more finely, by heads of
+queries, with keys whole (`passes.rules.plain.grouped_heads`).
+
 A rank with causal queries [lo, hi) multiplies with the keys that they see, and no others: all queries with keys
 [0, lo), and causally with keys [lo, hi). Kernels know causality from the first query on, so these are two calls. What
 they find is put together by the log-sum-exp of each (online softmax); their gradients add up, as each is told the
@@ -8,40 +11,42 @@ log-sum-exp of all keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from passes.layout.layout import RING
-from passes.rules.core.assemble import assemble, dims, linear_sets
+from passes.rules.core.assemble import assemble, linear_sets
 from passes.rules.core.emit_op import again, argument, global_tensor, is_empty
-from passes.rules.core.rule import Exchange, LocalContext, Localize, OpCall, OpRule
+from passes.rules.core.rule import Dim, Exchange, LocalContext, Localize, OpCall, OpRule
+from passes.rules.plain.grouped_heads import HEADS, within_groups
 from passes.rules.plain.online import LENGTH, Online, added, call, visible
 from passes.rules.plain.ring import ring_backward, ring_forward
 
 _DIMS = {
     "grad_out": "b h s e",
     "q": "b h s d",
-    "k": "b h t d",
-    "v": "b h t e",
+    "k": "b g t d",
+    "v": "b g t e",
     "mask": "b h s t",
     "out": "b h s e",
     "lse": "b h s",
 }
+_AROUND: Mapping[str, Dim] = {"s": (RING,), "t": (RING,)}
 
 
 def attention(call: OpCall) -> OpRule:
-    """b h s d, b h t d, b h t e, b h s t -> b h s e, b h s"""
+    """b h s d, b g t d, b g t e, b h s t -> b h s e, b h s, where g is h, or h is (g r)"""
     return _attention(call, ("out", "lse"), {}, (), (_forward, ring_forward))
 
 
 def attention_backward(call: OpCall) -> OpRule:
-    """grad_out, q, k, v, mask, out, lse -> b h s d, b h t d, b h t e; s: sum"""
+    """grad_out, q, k, v, mask, out, lse -> b h s d, b g t d, b g t e; s: sum; heads of queries: sum"""
     # out and lse are fixed, so the softmax's gradient is linear in grad_out
-    return _attention(
-        call, ("q", "k", "v"), {"s": "sum"}, linear_sets(call, "grad_out"), (_backward, ring_backward)
-    )
+    linear = linear_sets(call, "grad_out")
+    return _attention(call, ("q", "k", "v"), {"s": "sum"}, linear, (_backward, ring_backward))
 
 
 def _attention(
@@ -53,26 +58,38 @@ def _attention(
 ) -> OpRule:
     names = [name for name in call.arguments if name in _DIMS and call[name] is not None]
     queries, keys = (call.tensor(name).shape[LENGTH] for name in "qk")
-    causal, masked = call["is_causal"], call["mask"] is not None
+    heads, groups = (call.tensor(name).shape[HEADS] for name in "qk")
+    if heads != groups and reductions:
+        reductions = {**reductions, "h": "sum", "r": "sum"}
 
-    def rule(named: Mapping[str, str], *whole: str) -> OpRule:
+    def rule(words: Mapping[str, Dim], *whole: str) -> OpRule:
+        read = lambda name: [words.get(word, (word,)) for word in _DIMS[name].split()]
         # A mask may have fewer dims than the scores.
-        operands = [dims(named[name].split()[-call.tensor(name).ndim :]) for name in names]
-        made, whole = [dims(named[name]) for name in results], ("t", "d", "e", *whole)
+        operands = [read(name)[-call.tensor(name).ndim :] for name in names]
+        made, whole = list(map(read, results)), ("t", "d", "e", *whole)
         return assemble(call.shapes, operands, made, reductions=reductions, whole=whole, linear=linear)
 
-    if not causal or masked:  # causality of a part of the queries has no place beside a mask
-        return rule(_DIMS, *["s"] * causal)
-    seen = _Seen(queries, keys)
-    plain = replace(rule(_DIMS), work={"s": seen.in_parts}, localize=localize[0])
-    if queries != keys:
-        return plain
-    round_ = tuple(i for i, name in enumerate((*names, *results)) if name in ("k", "v"))
-    exchange = Exchange(RING, round_, tuple(range(len(names) + len(results))), unless=("b", "h"))
-    ring = rule({name: text.replace("s", RING).replace(" t", f" {RING}") for name, text in _DIMS.items()})
-    return replace(
-        plain, others=(replace(ring, work={RING: seen.in_ring}, exchange=exchange, localize=localize[1]),)
-    )
+    def ways(words: Mapping[str, Dim], *whole: str) -> list[OpRule]:
+        """In parts of queries, and round a ring."""
+        if not causal or masked:  # causality of a part of the queries has no place beside a mask
+            return [rule(words, *whole, *["s"] * causal)]
+        in_parts = replace(rule(words, *whole), work={"s": seen.in_parts}, localize=localize[0])
+        if queries != keys:
+            return [in_parts]
+        ring = rule({**words, **_AROUND}, *whole)
+        return [in_parts, replace(ring, work={RING: seen.in_ring}, exchange=exchange, localize=localize[1])]
+
+    causal, masked, seen = call["is_causal"], call["mask"] is not None, _Seen(queries, keys)
+    around = tuple(i for i, name in enumerate((*names, *results)) if name in ("k", "v"))
+    exchange = Exchange(RING, around, tuple(range(len(names) + len(results))))
+    if groups in (1, heads):
+        found = [replace(way, unless=("b", "h")) for way in ways({"g": ("h",)})]
+    else:
+        by_group = ways({"h": ("g", "r")})
+        finer = [replace(way, refines="g", localize=within_groups(way.localize)) for way in ways({}, "g")]
+        pairs = zip(by_group, finer, strict=True)
+        found = [replace(way, unless=("b", "g")) for way in itertools.chain(*pairs)]
+    return replace(found[0], others=tuple(found[1:]))
 
 
 @dataclass(frozen=True)
