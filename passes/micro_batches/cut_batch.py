@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 from torch import fx
 
 from cost_model.errors import InfeasibleError
+from passes.ir.graph_properties import BrokenGraphError
 from passes.ir.joint import JointGraph, dependents, node_value, result_index, result_shapes, tensor_operands
 from passes.ir.op_traits import is_collect, is_piece, is_product
 from passes.layout.layout import Assignment, Layout, NodeLayouts
@@ -34,7 +36,20 @@ def cut_batch(joint: JointGraph, count: int, *, sizes_only: bool = False) -> Joi
         in_pieces(plain, times, index)
         for index in (_first_of_each_size(plain, times) if sizes_only else range(count))
     )
+    _check_alike(first, others)
     return replace(first, others=tuple(others))
+
+
+def _check_alike(first: JointGraph, others: Sequence[JointGraph]) -> None:
+    """BrokenGraphError where pieces run other ops: one would be taken for another of its size."""
+    for place, other in enumerate(others):
+        pairs = itertools.zip_longest(first.graph.nodes, other.graph.nodes)
+        unlike = [a or b for a, b in pairs if a is None or b is None or a.target != b.target]
+        if unlike:
+            raise BrokenGraphError(
+                f"piece {place + 1} of a batch runs other ops than the first, from {unlike[0].name} on\n"
+                "  try: report this with the model; micro_batches=1 runs without pieces"
+            )
 
 
 def when_cut(joint: JointGraph, count: int) -> tuple[JointGraph, RunTimes]:
