@@ -44,10 +44,11 @@ def _check_alike(first: JointGraph, others: Sequence[JointGraph]) -> None:
     """BrokenGraphError where pieces run other ops: one would be taken for another of its size."""
     for place, other in enumerate(others):
         pairs = itertools.zip_longest(first.graph.nodes, other.graph.nodes)
-        unlike = [a or b for a, b in pairs if a is None or b is None or a.target != b.target]
+        differ = (pair for pair in pairs if None in pair or pair[0].target != pair[1].target)
+        unlike = [node.name for pair in differ for node in pair if node is not None]
         if unlike:
             raise BrokenGraphError(
-                f"piece {place + 1} of a batch runs other ops than the first, from {unlike[0].name} on\n"
+                f"piece {place + 1} of a batch runs other ops than the first, from {unlike[0]} on\n"
                 "  try: report this with the model; micro_batches=1 runs without pieces"
             )
 
