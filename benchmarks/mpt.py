@@ -2,8 +2,7 @@
 
 FSDP casts a parameter to `param_dtype` before it is gathered, so the casts are written out: `autocast` would leave
 to the planner whether float32 or bfloat16 travels. One call a line: `passes/strategies/uncompiled_traffic.py`
-takes
-a line for a kernel.
+takes a line for a kernel.
 """
 
 from __future__ import annotations

@@ -104,20 +104,22 @@ class _Gradient:
         held, mesh = self.parameter.results[0].layout, self.plan.mesh
         said: dict[str, list[str]] = defaultdict(list)
         for axis in (axis for axis in mesh.names if mesh.size(axis) > 1):
-            makers = dict.fromkeys(name for read in ends for name in self.makers(read, axis))
+            seen: set[str] = set()
+            makers = [name for read in ends for name in self.makers(read, axis, seen)]
             split = any(self.value(read).layout.dim_of(axis) is not None for read in ends)
-            said[_reason(list(makers), split, held.dim_of(axis) is not None)].append(axis)
+            said[_reason(makers, split, held.dim_of(axis) is not None)].append(axis)
         reasons = (reason.format(", ".join(axes)) for reason, axes in said.items())
         return "; ".join(reasons) or "one rank computes all of it"
 
-    def makers(self, read: OperandRecord, axis: str) -> Iterator[str]:
-        """The ops that began the sum that is pending over `axis` in what is read."""
+    def makers(self, read: OperandRecord, axis: str, seen: set[str]) -> Iterator[str]:
+        """The ops, not yet `seen`, that began the sum that is pending over `axis` in what is read."""
         source = self.records[read.source]
-        if not _is_pending(self.value(read).layout, axis):
+        if source.name in seen or not _is_pending(self.value(read).layout, axis):
             return
+        seen.add(source.name)
         before = [operand for operand in source.operands if _is_pending(operand.layout, axis)]
         for operand in before:
-            yield from self.makers(operand, axis)
+            yield from self.makers(operand, axis, seen)
         if not before:
             yield source.name
 

@@ -28,10 +28,8 @@ def explain_named(plan: PlanContent, name: str) -> str:
     """`explain_part`, and of a parameter how its gradient is reduced; of stages each that has something of that name.
     PlanError where none has."""
     if not plan.axis:
-        text = explain_part(plan.planned, name, plan.parameter_layouts)
-        named = (
-            r for r in plan.records if r.op == "param" and _own_name(plan, name) in (r.name, r.parameter)
-        )
+        text, own = explain_part(plan.planned, name, plan.parameter_layouts), _own_name(plan, name)
+        named = (r for r in plan.records if r.op == "param" and own in (r.name, r.parameter))
         return text + "".join(f"{line}\n" for record in named for line in gradient_lines(plan, record))
     errors: list[PlanError] = []
     parts: list[str] = []

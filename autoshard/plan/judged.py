@@ -24,7 +24,7 @@ from passes.redistribution.redistribute import Redistributor
 from passes.search.corrected_rows import Held
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
-from passes.strategies.traffic import TrafficModel, timed_traffic_model, traffic_model
+from passes.strategies.traffic import TrafficModel, eager_traffic, fused_traffic, grouped_traffic
 from passes.strategies.uncompiled_traffic import uncompiled_traffic
 
 
@@ -160,8 +160,8 @@ def prices_of(
     links: MeshSpec | None = None,
     pace: float = 1.0,
 ) -> Prices:
-    """Collectives, kernels as `backend` makes them ("uncompiled": as torch has them) and the update on one device, from
-    `profile`; in place of them what was timed.
+    """Collectives, kernels as `backend` makes them and the update on one device, from `profile`; in place of them what
+    was timed.
 
     links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there.
     pace: how many times as long all of it takes in the midst of a step (`autoshard.plan.derived_plans`)."""
@@ -178,7 +178,7 @@ def prices_of(
         redistributor=Redistributor(mesh, collectives),
         merged=Redistributor(mesh, BucketedPrices(collectives.seconds, mesh, compute)),
         optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, optimizer.passes),
-        traffic=_traffic(backend, timed is not None),
+        traffic=_traffic_model(backend, timed is not None),
         overlap_efficiency=profile.overlap_efficiency,
         optimizer=optimizer,
         lateness=profile.lateness,
@@ -187,10 +187,11 @@ def prices_of(
     )
 
 
-def _traffic(backend: str, timed: bool) -> TrafficModel:
-    if backend == "uncompiled":
-        return uncompiled_traffic
-    return timed_traffic_model(backend) if timed else traffic_model(backend)
+def _traffic_model(backend: str, timed: bool) -> TrafficModel:
+    """How kernels of a backend fuse: "eager" runs op by op, "uncompiled" the kernels that torch has; every other one is
+    taken to fuse as Inductor does. timed: for prices that know what was timed."""
+    inductor = grouped_traffic if timed else fused_traffic
+    return {"eager": eager_traffic, "uncompiled": uncompiled_traffic}.get(backend, inductor)
 
 
 def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:

@@ -160,10 +160,15 @@ class Configuration:
         for tensor in (1, 2, 4, 8):
             whole = self.replicate if self.shard > 1 else data // tensor
             if whole and data % (tensor * whole) == 0:
+                ranks = data // tensor
+                at_once = math.gcd(self.micro_batch, self.batch // ranks)
+                sizes = {
+                    "tensor": tensor,
+                    "replicate": whole,
+                    "shard": ranks // whole,
+                    "micro_batch": at_once,
+                }
                 for again in self.recomputes:
-                    shard = data // tensor // whole
-                    at_once = math.gcd(self.micro_batch, self.batch // (data // tensor))
-                    sizes = {"tensor": tensor, "replicate": whole, "shard": shard, "micro_batch": at_once}
                     yield replace(self, **sizes, recompute=again, compiled=True)
 
     def changes(self, other: Configuration) -> str:

@@ -109,9 +109,8 @@ def configured_run(
     if model.depth <= more or not model.is_of_equal_layers():
         return at(None)
     one, other = at(few), at(more)
-    if (
-        other.nbytes < one.nbytes or other.seconds < one.seconds
-    ):  # two plans of different kinds tell nothing of a third
+    # Two plans of different kinds tell nothing of a third.
+    if other.nbytes < one.nbytes or other.seconds < one.seconds:
         return at(None)
     return one.deeper(other, (model.depth - few) / (more - few))
 

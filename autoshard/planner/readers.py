@@ -193,10 +193,8 @@ def megatron(text: str, gpus: int | None) -> Configuration:
     split = known.use_distributed_optimizer or known.use_torch_fsdp2
     # What "selective" runs again, products of queries and keys, flash attention never keeps.
     again: Recompute = "full" if known.recompute_granularity == "full" else "none"
-    each, virtual = (
-        of("num-layers-per-virtual-pipeline-stage", 0),
-        of("num-virtual-stages-per-pipeline-rank", 0),
-    )
+    each = of("num-layers-per-virtual-pipeline-stage", 0)
+    virtual = of("num-virtual-stages-per-pipeline-rank", 0)
     return Configuration(
         "Megatron-LM", stages, 1 if split else data, data if split else 1, tensor, known.use_torch_fsdp2,
         known.sequence_parallel, again, of("micro-batch-size", 1), 0,

@@ -45,10 +45,10 @@ def _check_alike(first: JointGraph, others: Sequence[JointGraph]) -> None:
     for place, other in enumerate(others):
         pairs = itertools.zip_longest(first.graph.nodes, other.graph.nodes)
         differ = (pair for pair in pairs if None in pair or pair[0].target != pair[1].target)
-        unlike = [node.name for pair in differ for node in pair if node is not None]
-        if unlike:
+        unlike = next((node.name for pair in differ for node in pair if node is not None), None)
+        if unlike is not None:
             raise BrokenGraphError(
-                f"piece {place + 1} of a batch runs other ops than the first, from {unlike[0]} on\n"
+                f"piece {place + 1} of a batch runs other ops than the first, from {unlike} on\n"
                 "  try: report this with the model; micro_batches=1 runs without pieces"
             )
 

@@ -54,7 +54,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p)
-    kernel, p = p.kernel, _head_by_head(p)
+    kernel = p.kernel
+    p = _head_by_head(p, kernel)
     if kernel in _PLAIN:
         return _PLAIN[kernel][0](p)
     row = contract_of(kernel)
@@ -65,7 +66,8 @@ def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
 def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p, grad_out=grad_out, out=out, lse=lse)
-    kernel, groups, p = p.kernel, p.k.shape[1], _head_by_head(p)
+    kernel, groups = p.kernel, p.k.shape[1]
+    p = _head_by_head(p, kernel)
     if kernel in _PLAIN:
         gq, gk, gv = _PLAIN[kernel][1](p, grad_out, out, lse)
     else:
@@ -76,10 +78,9 @@ def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gr
     return _columns(gq, d), sum_heads(_columns(gk, d), groups), sum_heads(_columns(gv, e), groups)
 
 
-def _head_by_head(p: AttentionCall) -> AttentionCall:
+def _head_by_head(p: AttentionCall, kernel: Kernel) -> AttentionCall:
     """With as many heads of keys as of queries, for a kernel that asks for that."""
-    kernel = p.kernel
-    if kernel == "empty" or contract_of(kernel).grouped_heads:
+    if p.repeats == 1 or kernel == "empty" or contract_of(kernel).grouped_heads:
         return p
     heads = p.q.shape[1]
     return replace(p, k=expand_heads(p.k, heads), v=expand_heads(p.v, heads))

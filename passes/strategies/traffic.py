@@ -45,11 +45,6 @@ TrafficModel = Callable[[fx.Node], OpTraffic]
 """How the compiled graph moves an op's tensors."""
 
 
-def traffic_model(backend: str) -> TrafficModel:
-    """How a `torch.compile` backend fuses: "eager" runs op by op; every other one is taken to fuse as Inductor does."""
-    return eager_traffic if backend == "eager" else fused_traffic
-
-
 def eager_traffic(node: fx.Node) -> OpTraffic:
     """Every op that is no view reads its operands and stores its results."""
     moves = not is_view(node)
@@ -218,12 +213,6 @@ def grouped_traffic(node: fx.Node) -> OpTraffic:
     flow = fused_traffic(node)
     group = fused_group(node) if flow.writes else None
     return flow if group is None else replace(flow, group=group.form)
-
-
-def timed_traffic_model(backend: str) -> TrafficModel:
-    """`traffic_model`, for prices that know what was timed."""
-    model = traffic_model(backend)
-    return grouped_traffic if model is fused_traffic else model
 
 
 def _collect(
