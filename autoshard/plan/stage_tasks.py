@@ -21,6 +21,7 @@ from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import graph_hash
 from passes.predict.predict_step import StageFigures, kept_by_a_piece, predict_stage
 from passes.predict.prediction import MemoryWalk
+from passes.search.search_terms import Narrowing
 from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import local_nbytes
@@ -159,9 +160,16 @@ def stage_task(
         links=task.mesh,
         call=_call(task.call, graph, earlier[-1].sent_layouts if earlier else ()),
         pins={**task.pins, **_held_before(graph.joint, earlier)},
+        narrowing=_of_ops(task.narrowing, names),
         beside=beside if flight > 1 else None,
         sizes=None,
     )
+
+
+def _of_ops(narrowing: Narrowing, received: set[str]) -> Narrowing:
+    """What is received has the name of the op that makes it, in another stage."""
+    allowed = {name: choose for name, choose in narrowing.allowed.items() if name not in received}
+    return replace(narrowing, allowed=allowed)
 
 
 def sending(task: Task, graph: StageGraph, layouts: Sequence[Layout]) -> Task:

@@ -136,23 +136,23 @@ def configured_plan(
             f"{configuration.framework} computes blocks again, and the model has none under torch.utils.checkpoint\n"
             "  try: --hf, or checkpoint(block, x) in the model's forward"
         )
+    cut = cut_call(captured, pieces, sizes_only=True)
     if configuration.stages == 1:
-        captured = cut_call(captured, pieces, sizes_only=True)
-    task = _task(captured, mesh, configuration, machine, pieces)
-    if configuration.stages == 1:
-        return search_plan(task), flops
+        return search_plan(_task(cut, cut.joint, mesh, configuration, machine)), flops
+    task = _task(captured, cut.joint, mesh, configuration, machine)
     schedule, each = configuration.schedule, configuration.virtual or None
     return plan_stages(task, "pp", pieces, schedule=schedule, stages_per_rank=each), flops
 
 
 def _task(
-    captured: Captured, mesh: MeshSpec, configuration: Configuration, machine: Machine, pieces: int
+    captured: Captured, cut: JointGraph, mesh: MeshSpec, configuration: Configuration, machine: Machine
 ) -> Task:
+    """cut: the graph in its micro-batches, of which stages are cut later."""
     joint, family = captured.joint, configuration.family
-    narrowing = Narrowing() if family is None else family_narrowing(family, joint, mesh)
-    narrowing = replace(narrowing, allowed={**narrowing.allowed, **_as_frameworks_do(joint, configuration)})
+    narrowing = Narrowing() if family is None else family_narrowing(family, cut, mesh)
+    narrowing = replace(narrowing, allowed={**narrowing.allowed, **_as_frameworks_do(cut, configuration)})
     inputs = {}
-    if pieces == 1 or configuration.stages > 1:
+    if joint.pieces == 1:
         split = dict.fromkeys(configuration.batch_axes, Shard(0)) | {"cp": Shard(1)}
         rows = [split.get(axis, Replicate()) for axis in mesh.names]
         tensors = [node for node, spec in joint.given if spec.kind == "input"]

@@ -18,6 +18,7 @@ from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.sized_code import CodeAt, PhaseCodeAt, SizedCode, SizedPhases
 from autoshard.runtime.sized_pieces import LoweredPiece, PiecesCodeAt, SizedPieces
 from autoshard.watching.agreement import collectively, everyones
+from passes.ir.process_state import collector_paused
 from passes.ir.sized_graph import SizedJoint
 from passes.ir.torch_sizes import Evaluation, evaluation, symbolic_sizes
 from passes.layout.layout import Layout
@@ -40,7 +41,7 @@ class Agreed:
 
 def _agreed(home: Home, make: Callable[[], SizedCode], what: str) -> Agreed | None:
     """What every rank makes; None where some rank cannot. All ranks together."""
-    made = lambda: _if_there_is(symbolic_sizes()(make))
+    made = lambda: _if_there_is(collector_paused()(symbolic_sizes()(make)))
     code = collectively(home.mesh, made, what=what)
     asked = everyones(home.mesh, None if code is None else code.holds, what="what holds of sizes")
     known = [holds for holds in asked if holds is not None]

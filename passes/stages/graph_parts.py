@@ -1,6 +1,6 @@
 """What every op of a joint graph is to a cut into stages: the forward in order, the backward, and what every stage has.
 
-`use` nodes are looked through: a stage shares its readers anew.
+`use` nodes are looked through: a stage shares its readers anew, and pieces of a batch hold what they read.
 """
 
 from __future__ import annotations
@@ -95,6 +95,12 @@ class GraphParts:
         trained = {self.joint.placeholders[spec.index] for spec in given if spec.kind == "grad"}
         params = {node for node, spec in self.specs.items() if spec.kind == "param"}
         return frozenset(params | trained | set(self.changed))
+
+    @cached_property
+    def held_uses(self) -> tuple[fx.Node, ...]:
+        """By which pieces of a batch read what is there once."""
+        uses = filter(is_use, self.joint.graph.nodes)
+        return tuple(use for use in uses if use.meta.get("runs") == "before")
 
     @cached_property
     def differentiable(self) -> frozenset[fx.Node]:

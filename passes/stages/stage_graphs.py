@@ -13,7 +13,7 @@ from passes.canonicalize.mark_rows import LAST
 from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
 from passes.ir.graph_pass import erase_dead, run_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
-from passes.ir.op_traits import when_run
+from passes.ir.op_traits import is_piece, when_run
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_input
@@ -114,13 +114,29 @@ class _Builder:
         return StageGraph(
             self.stage,
             self.assigned.stages,
-            run_passes(joint, (NormalizeArguments(), MergeDuplicates(), *LAST)),
+            self._with_uses(run_passes(joint, (NormalizeArguments(), MergeDuplicates()))),
             tuple(self._call_inputs(needed).values()),
             tuple(spec.index for spec, _ in self.outputs),
             self._crossings(self.stage - 1),
             self._crossings(self.stage),
             self._summed(),
         )
+
+    def _with_uses(self, joint: JointGraph) -> JointGraph:
+        """What is there once, pieces of a batch read through one `use` before them (`in_pieces`), named as in the whole
+        graph: so a parameter is gathered once, if that is best."""
+        held = {self.new[base(use)].name: use for use in self.parts.held_uses if base(use) in self.new}
+        for node in [one for one in joint.graph.nodes if one.name in held]:
+            readers = [user for user in node.users if user.meta.get("runs") == "piece" and not is_piece(user)]
+            if readers:
+                with joint.graph.inserting_before(min(readers)):
+                    use = joint.graph.node_copy(held[node.name], lambda _, node=node: node)
+                use.meta = held[node.name].meta | {"phase": min(readers).meta["phase"]}
+                for reader in readers:
+                    reader.replace_input_with(node, use)
+        for graph_pass in LAST:
+            joint = graph_pass(joint)
+        return joint
 
     def _gradients(self) -> list[tuple[GraphOutput, fx.Node, fx.Node | None]]:
         """(output of the whole graph, its input, this stage's part of it), of the inputs that the stage holds."""

@@ -272,5 +272,5 @@ def test_where_stages_do_not_fit_it_says_what_lives_there() -> None:
     with pytest.raises(InfeasibleError) as error:
         search.best([free.timeline.order])
     first, *lines, last = str(error.value).splitlines()
-    assert "the ranks of stage 1 hold 3.608KB" in first and last.startswith("  try: memory_limit=")
+    assert "the ranks of stage 1 hold 3.62KB" in first and last.startswith("  try: memory_limit=")
     assert lines[0].startswith("    gradients   1.332KB  layers.2-3 collect x 2 512B")

@@ -27,6 +27,7 @@ from passes.search.search_terms import Narrowing
 from passes.stages.choose_cut import stage_seconds
 from passes.stages.cut_costs import places_between_products
 from passes.stages.pipeline_orders import in_flight
+from passes.stages.stage_graphs import stage_graphs
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.profiles import slow_compute
 from tests.stages.stage_models import MODELS
@@ -311,3 +312,12 @@ def test_what_is_interleaved_alone_has_several_stages_a_rank_first(
     names: tuple[str, ...], cut_well: tuple[int, ...], counts: list[int]
 ) -> None:
     assert list(_counts(names, cut_well.__contains__)) == counts
+
+
+def test_what_is_asked_of_an_op_is_not_asked_of_its_value_in_another_stage() -> None:
+    """What passes is an input of the stage after, by the name of the op that makes it, and reads no operands there."""
+    task, free = stage_task("mlp"), planned("mlp")
+    passing = stage_graphs(task.joint, free.cut)[1].received
+    reads = lambda strategies: [i for i, one in enumerate(strategies) if one.operands]
+    asked = Narrowing(allowed={crossing.name: reads for crossing in passing})
+    assert passing and plan_stages(replace(task, narrowing=asked), "pp", 1).cut == free.cut

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
+from passes.ir.op_traits import is_use
 from passes.micro_batches.cut_batch import cut_batch
 from passes.simulate.reference import graph_values, reference_inputs
 from passes.stages.choose_cut import choose_cut
@@ -52,6 +53,19 @@ def test_graphs_of_the_other_pieces_are_cut_alike() -> None:
         rows = [c.shape[0] for c in graph.sent]
         assert rows == [2] * len(graph.sent)
         assert all("runs" in n.meta for n in stage.graph.nodes if n.op == "call_function")
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_pieces_read_a_parameter_through_one_use_before_them(name: str) -> None:
+    """It may be gathered once for all of them, as where there are no stages."""
+    batch = cut_batch(canonical(name)[0], 2)
+    known = {node.name for node in batch.graph.nodes}
+    for graph in stage_graphs(batch, cut_of(batch, name)):
+        stage = graph.joint
+        for node in (node for node, spec in stage.given if spec.kind == "param"):
+            uses = {user for user in node.users if user.op != "output"}
+            assert [user.meta["runs"] for user in uses] in ([], ["before"]), node
+            assert all(is_use(use) and use.name in known for use in uses)
 
 
 class Narrow(nn.Module):
