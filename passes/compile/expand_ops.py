@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from passes.ir.fake_calls import looks
 from passes.ir.joint import map_operands, tensor_operands
 from passes.ir.op_traits import is_collective, is_use
 from passes.ir.process_state import autocast_off
-from passes.ir.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
+from passes.ir.torch_compat import custom_op_body, fake_mode_of, fresh_fakes, lazy_module, ops_run_by
 from passes.ops import (
     circular_pad,
     circular_pad_backward,
@@ -109,7 +108,7 @@ def expand_ops(
             new[node] = graph.node_copy(node, new.__getitem__)
     _erase_unread(graph, unread)
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return lazy_module(graph)
 
 
 def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -155,7 +154,7 @@ def _trace(reference: Callable[..., Any], node: fx.Node, values: list[torch.Tens
     fakes = fresh_fakes(values)
     with fake_mode_of(tuple(fakes)):  # for what the reference creates itself
         starts = [_started(fake, value) for fake, value in zip(fakes, values, strict=True)]
-        graph = make_fx(run)(*starts).graph
+        graph = ops_run_by(run, starts)
     # torch's kernels return None and numbers beside tensors: getitems without "val", which nothing reads.
     graph.eliminate_dead_code()
     return graph

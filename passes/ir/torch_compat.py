@@ -5,12 +5,14 @@ Private means any name under `torch._*`. Supported: torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 
 def torch_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
@@ -91,6 +93,40 @@ def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
+def ops_run_by(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Graph:
+    """The ATen ops that `function(*fakes)` runs, in a graph, with their values: as of `make_fx`, which looks at numbers
+    and Python calls too and takes twice as long. `TorchDispatchMode` since 1.13."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    graph, nodes = torch.fx.Graph(), dict[int, torch.fx.Node]()
+    alive: list[Any] = []  # so that no other value has its id
+
+    def known(value: Any) -> Any:
+        return nodes[id(value)] if isinstance(value, torch.Tensor) else value
+
+    def made(node: torch.fx.Node, value: Any) -> None:
+        node.meta["val"], nodes[id(value)] = value, node
+        alive.append(value)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            read = map_aggregate((args, kwargs or {}), known)
+            node = graph.create_node("call_function", func, *read, name=func.overloadpacket.__name__)
+            made(node, result)
+            for place, one in enumerate(result) if isinstance(result, (tuple, list)) else ():
+                if isinstance(one, torch.Tensor):
+                    made(graph.call_function(operator.getitem, (node, place)), one)
+            return result
+
+    for place, fake in enumerate(fakes):
+        made(graph.placeholder(f"operand_{place}"), fake)
+    with Recorder():
+        result = function(*fakes)
+    graph.output(map_aggregate(result, known))
+    return graph
+
+
 def fakes_on(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fakes of the sizes, strides, offsets and dtypes of `values` on `device`, of one new FakeTensorMode. Since 2.0."""
     from torch._subclasses import FakeTensorMode
@@ -138,8 +174,7 @@ def boxed_forward(module: Any) -> Callable[[list[Any]], Any]:
     if code_gen is None:
         return lambda inputs: module.forward(*inputs)
     module.graph.set_codegen(code_gen())
-    module.recompile()
-    return module.forward
+    return torch.fx.GraphModule(module, module.graph).forward
 
 
 def default_store() -> Any:
