@@ -3,7 +3,7 @@
 Each row's words (`tp=4 pp=4 cp=2 dp=2 virtual=5`) are a configuration of the planner, and are priced as `autoshard
 plan` prices one: the fastest plan with weights, sequences and experts so. Nothing that a run had beside the model is
 added. "dp" are ranks of Megatron's distributed optimizer, which gathers and reduces once in a step; "fsdp" gathers in
-each micro-batch.
+each micro-batch, but in stages, where torchtitan and those who follow it keep what was gathered.
 
 `python -m benchmarks.published_parallel` compares some as their frameworks are configured
 (benchmarks/published/configurations) with others that would be faster, by `autoshard plan`. A row of a table for each.
@@ -170,7 +170,7 @@ def _configuration(line: Mapping[str, str], gpus: int, sequence: int) -> Configu
         1,
         data,
         size("tp"),
-        "fsdp" in words,
+        "fsdp" in words and size("pp") == 1,
         True,
         again,
         micro,

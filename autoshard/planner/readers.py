@@ -45,11 +45,12 @@ class _Options:
         except (TypeError, ValueError):
             raise self.error(name, value, f"{name} as in {default!r}") from None
 
-    def only(self, name: str, *allowed: Any, remedy: str = "") -> None:
+    def only(self, name: str, *allowed: Any, remedy: str = "") -> Any:
         """An option of which other values cannot be priced."""
         value = self._left.pop(name, allowed[0])
         if value not in allowed:
             raise self.error(name, value, remedy or f"{name} = {' or '.join(map(repr, allowed))}")
+        return value
 
     def error(self, name: str, value: object, remedy: str) -> ShardingError:
         return ShardingError(f"{self._where}: {name} is {value!r}, which cannot be priced\n  try: {remedy}")
@@ -109,7 +110,7 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
     expert_tensor = parallel("expert_tensor_parallel_degree", tensor)
     if expert_tensor not in (1, tensor):
         raise parallel.error("expert_tensor_parallel_degree", expert_tensor, f"1 or {tensor}")
-    parallel.only("fsdp_reshard_after_forward", "default", "always", "never")
+    gathers = parallel.only("fsdp_reshard_after_forward", "default", "always", "never")
     each = parallel("pipeline_parallel_layers_per_stage", 0)
     parallel.left("disable_loss_parallel", "enable_async_tensor_parallel", "enable_compiled_autograd",
                   "pipeline_parallel_split_points", "module_fqns_per_model_part",
@@ -134,7 +135,9 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
         others = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": sequence}
         config = {"model_type": "llama", **_LLAMAS[flavor], **others}
     return Configuration(
-        "torchtitan", stages, replicate, shard, tensor, True, True, mode,
+        "torchtitan", stages, replicate, shard, tensor,
+        # In stages weights stay gathered for all micro-batches. [torchtitan, "default" of fsdp_reshard_after_forward]
+        gathers == "always" or stages == 1, True, mode,
         at_once if stages > 1 else local, 0,
         batch if batch > 0 else local * replicate * shard,
         sequence, _SCHEDULES[schedule.lower()] if stages > 1 else None, compiled("enable", False), config,

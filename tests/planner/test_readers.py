@@ -63,6 +63,14 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert str(found) == "shard=4, tp=4, sequence parallel; blocks computed again; not compiled"
 
 
+def test_torchtitan_gathers_once_in_stages(tmp_path: Path) -> None:
+    """Weights stay gathered for all micro-batches, unless it says "always"; without stages they never do."""
+    tensor, staged = "tensor_parallel_degree = 4", "tensor_parallel_degree = 4\npipeline_parallel_degree = 2"
+    always = f'{staged}\nfsdp_reshard_after_forward = "always"'
+    assert titan(tmp_path).each_piece and titan(tmp_path, tensor, always).each_piece
+    assert not titan(tmp_path, tensor, staged).each_piece
+
+
 def test_megatron() -> None:
     found = megatron(MEGATRON, 16)
     # 2 data-parallel ranks of DDP: --use-distributed-optimizer is not given.
