@@ -35,29 +35,32 @@ _LARGEST = 2**22
 
 @dataclass(frozen=True)
 class MarkCausalMasks(GraphPass):
-    """Say of an attention that it is causal, in place of a mask that is computed from constants and says just that.
+    """Say of an attention that it is causal, or causal within a window, in place of a mask that is computed from
+    constants and says just that.
 
         %m: b8[1, 1, 64, 64] = aten.le(%key_positions, %query_positions)    // of two aranges
         %o = autoshard.attention(%q, %k, %v, %m, False, 0.125)
         ->
-        %o = autoshard.attention(%q, %k, %v, None, True, 0.125)
+        %o = autoshard.attention(%q, %k, %v, None, True, 0.125)             // with 9 as the last argument where query i
+                                                                            // sees no key before i - 8
 
-    Kernels that know causality have half of the products, and nothing is left of the mask.
+    Kernels that know what is hidden have fewer products, and nothing is left of the mask.
     """
 
     requires = (ONE_SPELLING,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
-        found: dict[fx.Node, bool] = {}
+        found: dict[fx.Node, int | None] = {}
         for node in joint.graph.nodes:
             mask = _mask_of(node)
             if mask is not None:
                 if mask not in found:
-                    found[mask] = _is_causal(joint.graph, mask)
-                if found[mask]:
-                    node.args = tuple(None if arg is mask else arg for arg in node.args)
-                    node.update_arg(len(node.args) - 2, True)
-        if any(found.values()):
+                    found[mask] = _window_of(joint.graph, mask)
+                window = found[mask]
+                if window is not None:
+                    *operands, _, scale = (None if arg is mask else arg for arg in node.args)
+                    node.args = (*operands, True, scale, *[window] * bool(window))
+        if any(window is not None for window in found.values()):
             erase_dead(joint.graph)
         return joint
 
@@ -71,37 +74,40 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     return mask if isinstance(mask, fx.Node) else None
 
 
-def _is_causal(graph: fx.Graph, mask: fx.Node) -> bool:
-    """Whether `mask` is computed from constants, and lets query i see keys 0 to i.
+def _window_of(graph: fx.Graph, mask: fx.Node) -> int | None:
+    """How many keys up to its own each query sees, 0 for all of them; None if `mask` says anything else, or is not
+    computed from constants.
 
-    With sizes in symbols this is asked at smaller or larger ones: where a mask is a part of that of larger sizes, the
-    causal one is so at all smaller sizes too, and another one at no larger sizes. How far that was seen is noted.
+    With sizes in symbols this is asked at smaller or larger ones: where a mask is a part of that of larger sizes, a
+    causal one, or one of a window, is so at all smaller sizes too, and another one at no larger sizes. How far that was
+    seen is noted.
     """
     made = ancestors([mask])
     if min(mask.meta["val"].shape[-2:]) < 2 or not all(map(_is_constant, made)):
-        return False
+        return None
     ordered = [node for node in graph.nodes if node in made]
     sizes = sizes_in([(node.args, tuple(node_value(node).shape)) for node in ordered])
+    counted = [(size, counts_as(size)) for size in sizes]
     if not sizes:
-        return _hides_later(ordered, mask, ())
+        return _window_at(ordered, mask, ())
     if not all(map(_is_part_of_larger, ordered)):
-        if not _hides_later(ordered, mask, [(size, counts_as(size)) for size in sizes]):
-            return False  # a mask that is read is right at all sizes
+        if _window_at(ordered, mask, counted) is None:
+            return None  # a mask that is read is right at all sizes
         raise SizesLost("whether a mask is the causal one depends on sizes")
     long = sizes_in([node.args for node in ordered if node.target is aten.arange.start_step])
 
-    def hides(scaled: Callable[[int], int]) -> bool:
-        values = [(size, scaled(counts_as(size)) if size in long else 2) for size in sizes]
-        return _hides_later(ordered, mask, values)
+    def window_at(scaled: Callable[[int], int]) -> int | None:
+        return _window_at(ordered, mask, [(size, scaled(n) if size in long else 2) for size, n in counted])
 
+    window = window_at(int)
     steps: list[Callable[[int], int]]
-    if hides(int):
+    if window is not None:
         steps = [lambda n: max(2 * n, 1024), lambda n: max(n, 128), lambda n: max(n, 16)]
-        most = next(filter(hides, steps), int)
-        return all(size <= most(counts_as(size)) for size in long)
+        most = next((step for step in steps if window_at(step) == window), int)
+        return window if all(window < size <= most(counts_as(size)) for size in long) else None
     steps = [lambda n: 2, lambda n: min(n, 16), lambda n: min(n, 128), lambda n: min(n, 1024)]
-    least = next((step for step in steps if not hides(step)), int)
-    return not all(size >= least(counts_as(size)) for size in long)
+    least = next((step for step in steps if window_at(step) is None), int)
+    return None if all(size >= least(counts_as(size)) for size in long) else 0
 
 
 def _is_part_of_larger(node: fx.Node) -> bool:
@@ -123,26 +129,33 @@ def _is_part_of_larger(node: fx.Node) -> bool:
     )
 
 
-def _hides_later(ordered: Sequence[fx.Node], mask: fx.Node, sizes: Sequence[tuple[Any, int]]) -> bool:
-    """Whether query i sees keys 0 to i. ordered: what `mask` is computed by."""
+def _window_at(ordered: Sequence[fx.Node], mask: fx.Node, sizes: Sequence[tuple[Any, int]]) -> int | None:
+    """`_window_of` at these sizes. ordered: what `mask` is computed by."""
     shapes = {node: with_sizes(tuple(node_value(node).shape), sizes) for node in ordered}
     queries, keys = shapes[mask][-2:]
     large = [node for node in ordered if math.prod(shapes[node]) > _LARGEST]
     if not all(is_pointwise(node) or is_use(node) for node in large):
-        return False
+        return None
     with torch.no_grad():
         small = computed([node for node in ordered if node not in large], {}, sizes)
-        if not large:
-            return _hides_later_keys(small[mask], 0)
+        step = max(1, _LARGEST // (4 * keys)) if large else queries  # what fits in a processor's cache
         read = {operand for node in large for operand in node.all_input_nodes if operand not in large}
         alike = {node: _of_one_sample(small[node]) for node in read}
         if any(value is None for value in alike.values()):
-            return False
-        step = max(1, _LARGEST // (4 * keys))  # what fits in a processor's cache
-        blocks = ((begin, min(step, queries - begin)) for begin in range(0, queries, step))
-        return all(
-            _hides_later_keys(_block(large, alike, queries, *block)[mask], block[0]) for block in blocks
-        )
+            return None
+        ends, seen = [], []
+        for begin in range(0, queries, step):
+            count = min(step, queries - begin)
+            block = _block(large, alike, queries, begin, count)[mask] if large else small[mask]
+            ends.append(min(begin + count, keys))
+            seen.append(_keys_seen(block, begin))
+            if not seen[-1]:
+                return None
+    if seen != [min(end, seen[-1]) for end in ends]:
+        return None
+    if seen[-1] == ends[-1]:
+        return 0
+    return seen[-1] if queries == keys else None
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -166,15 +179,18 @@ def _block(
     return computed(nodes, {node: cut(value) for node, value in values.items()})
 
 
-def _hides_later_keys(mask: Tensor, first: int) -> bool:
-    """Whether `mask` [..., queries, keys] of queries from `first` on hides what comes after each, and nothing else."""
+def _keys_seen(mask: Tensor, first: int) -> int:
+    """How many keys up to its own every query sees by `mask` [..., queries, keys], of queries from `first` on; before
+    the first key there is none. 0 if it says anything else."""
     if mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min
         if bool(((mask != 0) & ~hidden).any()):
-            return False
+            return 0
         mask = ~hidden
-    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril(first)
-    return mask.equal(causal.expand_as(mask))
+    count, last = int(mask.flatten(0, -2)[-1].sum()), min(first + mask.shape[-2], mask.shape[-1])
+    seen = torch.ones(mask.shape[-2:], dtype=torch.bool).tril(first)
+    seen = seen if count == last else seen.triu(first - count + 1)
+    return count if mask.equal(seen.expand_as(mask)) else 0
 
 
 def _unshared(joint: JointGraph) -> str | None:

@@ -15,7 +15,9 @@ from torch import fx
 
 from cost_model.measurements import KernelKind
 from passes.ir.joint import first_value, node_value, tensor_operands
+from passes.ir.op_schema import named_arguments
 from passes.ir.op_traits import fuses, op_name, reads_shape_only
+from passes.ops.attention_window import keys_multiplied
 from passes.rules.windowed.windowed import per_dim
 
 _aten = torch.ops.aten
@@ -53,9 +55,9 @@ def global_flops(node: fx.Node) -> float:
     """Floating point operations of the whole op, unsharded; 0 where memory traffic decides.
 
     Products and convolutions: 2 per multiply-add. Attention: two products of s x t x d forward,
-    five backward (it recomputes the scores), half of that when causal. Neighbourhood attention: the same products, of
-    each query with the keys it sees. Max-pooling: comparisons, forward only
-    (its backward moves one value per window).
+    five backward (it recomputes the scores), half of that when causal; within a window, of the keys of a block.
+    Neighbourhood attention: the same products, of each query with the keys it sees. Max-pooling: comparisons, forward
+    only (its backward moves one value per window).
     """
     target = node.target
     if target is torch.ops.autoshard.contract.default:
@@ -147,8 +149,10 @@ def _routed_flops(node: fx.Node) -> float:
 
 def _attention_volume(node: fx.Node, first: int) -> float:
     q, k = (node_value(n) for n in tensor_operands(node)[first : first + 2])
-    causal = any(argument is True for argument in node.args)
-    return q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
+    given, keys = named_arguments(node.target, node.args, node.kwargs), k.shape[-2]
+    if given["window"]:
+        return float(q.numel() * keys_multiplied(keys, given["window"]))
+    return q.numel() * keys * (0.5 if given["is_causal"] else 1.0)
 
 
 def _neighborhood_volume(node: fx.Node, first: int) -> float:

@@ -19,6 +19,7 @@ from passes.ops.attention_table import TABLE, Chip, Contract, Kernel, MaskKind
 class AttentionCall:
     """Operands of one attention. q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask 4-d or None.
 
+    window: how many keys a causal query sees; 0: all before it. Of the call in blocks (`attention_window`).
     chip: of the device that it will run on; None: the chip of q's device is asked for where it matters.
     """
 
@@ -28,6 +29,7 @@ class AttentionCall:
     mask: Tensor | None
     is_causal: bool
     scale: float
+    window: int = 0
     chip: Chip | None = None
 
     @property
@@ -170,6 +172,9 @@ def check_problem(p: AttentionCall, **rest: Tensor) -> None:
             _refuse(p, name, f"is {list(value.shape)}, not {list(shape)}", "operands [b, h, s, d] that agree")
     if p.mask is not None:
         _check_mask(p, p.mask, (b, h, s, t))
+    if p.window and (p.mask is not None or not p.is_causal or t < s):
+        what = f"of {p.window} is for {s} causal queries, of as many keys or more, without a mask"
+        _refuse(p, "window", what, "the window written into the mask")
 
 
 def _check_mask(p: AttentionCall, mask: Tensor, scores: tuple[int, ...]) -> None:

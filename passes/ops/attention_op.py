@@ -3,11 +3,13 @@
 A plan names ops; torch's own attention kernels have other names on CPU and CUDA, so a plan made
 on a laptop would not be valid on a GPU. This op picks the kernel when it runs.
 
-    attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale) -> (out [b,h,s,e], lse [b,h,s])
+    attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale, window) -> (out [b,h,s,e], lse [b,h,s])
 
 g divides h: grouped heads, of which each of keys and values is seen by h / g next to each other of queries.
 mask: 4-d, broadcastable to [b,h,s,t]; bool (True attends) or additive float; it gets no gradient.
 is_causal: query i sees keys 0..i (aligned at the top left, also when s != t).
+window: 0, or of how many keys a causal query sees the last ones: key i + t - s, and those before it. The last query
+sees the last key, so a part of the queries is the same op of the keys that these see.
 lse: float32 (float64 for float64 operands). `out` and the gradients lie in memory as [b,s,h,d]:
 that is how the fused kernels write them, and what the projection after them reads.
 """
@@ -44,6 +46,7 @@ from passes.ops.attention_table import (
     padded_lse,
     prepared,
 )
+from passes.ops.attention_window import windowed_backward, windowed_forward
 from passes.ops.registration import differentiable_operator
 
 aten = torch.ops.aten
@@ -55,6 +58,8 @@ def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p)
     kernel = p.kernel
+    if p.window and kernel != "empty":
+        return windowed_forward(p, forward)
     p = _head_by_head(p, kernel)
     if kernel in _PLAIN:
         return _PLAIN[kernel][0](p)
@@ -67,6 +72,8 @@ def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gr
     """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p, grad_out=grad_out, out=out, lse=lse)
     kernel, groups = p.kernel, p.k.shape[1]
+    if p.window and kernel != "empty":
+        return windowed_backward(p, backward, grad_out, out, lse)
     p = _head_by_head(p, kernel)
     if kernel in _PLAIN:
         gq, gk, gv = _PLAIN[kernel][1](p, grad_out, out, lse)
@@ -212,7 +219,7 @@ def attention_backward_reference(
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask"
-_FLAGS = "bool is_causal, float scale"
+_FLAGS = "bool is_causal, float scale, int window=0"
 attention = differentiable_operator(
     f"attention({_OPERANDS}, {_FLAGS}) -> (Tensor, Tensor)",
     attention_reference,
@@ -236,15 +243,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, mask, out, lse)
-    ctx.flags = flags
+    ctx.flags, ctx.count = flags, len(inputs)
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 6
+        return (None,) * ctx.count
     q, k, v, mask, out, lse = ctx.saved_tensors
     gq, gk, gv = attention_backward(grad_out, q, k, v, mask, out, lse, *ctx.flags)
-    return gq, gk, gv, None, None, None
+    return gq, gk, gv, *(None,) * (ctx.count - 3)
 
 
 attention.register_autograd(_gradient, setup_context=_setup_context)

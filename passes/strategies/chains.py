@@ -20,6 +20,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import node_value, node_values, result_index, tensor_operands
+from passes.ir.op_traits import is_use
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
 from passes.layout.layout import Span, nested_spans
 from passes.layout.windows import Window
@@ -44,13 +45,14 @@ def find_chains(
 
 @dataclass
 class _ChainFinder:
-    """Walks from readers to what they read."""
+    """Walks from readers to what they read. ends: uses that have a halo for their readers, but ask for none."""
 
     mesh: MeshSpec
     cuts: Cuts
     joined: JoinedAxes
     asked: dict[tuple[fx.Node, int, int], Asked] = field(default_factory=dict)
     wider: dict[str, Wider] = field(default_factory=dict)
+    ends: set[fx.Node] = field(default_factory=set)
     reads: dict[Hashable, tuple[Spans, Spans, bool]] = field(default_factory=dict)
 
     def follow(self, node: fx.Node, rule: OpRule) -> None:
@@ -63,8 +65,14 @@ class _ChainFinder:
         }
         if found:
             self.wider[node.name] = {**self.wider.get(node.name, {}), **found}
+        if node in self.ends:
+            return
         for t, operand in enumerate(tensor_operands(node)):
             producer, index = result_index(operand)
+            if not rule.chains:
+                if not is_use(producer):
+                    continue
+                self.ends.add(producer)  # a halo that several read is brought once
             for d, dim in enumerate(rule.operands[t]):
                 if len(dim) == 1 and dim[0] in wanted:
                     place = self.asked.setdefault((producer, index, d), {})

@@ -45,6 +45,7 @@ class Call:
     b: int = 2
     h: int = 4
     g: int | None = None
+    window: int = 0
 
 
 def empty(shape: Sequence[int], order: Order, like: Tensor) -> Tensor:
@@ -93,10 +94,11 @@ def graph_of(call: Call, device: str = "cuda:0") -> fx.GraphModule:
         mask = mask_of(call, start)
         operands.append(None if mask is None else _placeholder(graph, "mask", mask))  # type: ignore[arg-type]
         tangent = _placeholder(graph, "grad", grad)
+        flags = (call.causal, 0.125, *[call.window] * bool(call.window))
         forward = torch.ops.autoshard.attention.default
-        out, lse = _emit(graph, forward, (*operands, call.causal, 0.125), 2)
+        out, lse = _emit(graph, forward, (*operands, *flags), 2)
         backward = torch.ops.autoshard.attention_backward.default
-        gradients = _emit(graph, backward, (tangent, *operands, out, lse, call.causal, 0.125), 3)
+        gradients = _emit(graph, backward, (tangent, *operands, out, lse, *flags), 3)
     graph.output((out, *gradients))
     return fx.GraphModule(torch.nn.Module(), graph)
 

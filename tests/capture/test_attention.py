@@ -92,15 +92,15 @@ def test_empty_shard(sizes: tuple[int, int, int, int]) -> None:
     assert q.grad is not None and not q.grad.any()
 
 
-@pytest.mark.parametrize("kind", ["none", "causal", "bool"])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "window"])
 def test_fake_kernels_and_gradient_formula_agree_with_the_kernels(kind: str) -> None:
     for widths in ((8, 8), (8, 6)):
-        args = (*_operands(5, 7, *widths), _mask(kind, 5, 7, torch.float32), kind == "causal", 0.3)
-        torch.library.opcheck(attention, args)
+        flags = kind in ("causal", "window"), 0.3, 3 * (kind == "window")
+        q, k, v, mask = *_operands(5, 7, *widths), _mask(kind, 5, 7, torch.float32)
+        torch.library.opcheck(attention, (q, k, v, mask, *flags))
         with torch.no_grad():
-            out, lse = attention(*args)
-            q, k, v, mask, causal, scale = args
-            backward = (out, q.detach(), k.detach(), v.detach(), mask, out, lse, causal, scale)
+            out, lse = attention(q, k, v, mask, *flags)
+            backward = (out, q.detach(), k.detach(), v.detach(), mask, out, lse, *flags)
         torch.library.opcheck(torch.ops.autoshard.attention_backward.default, backward)
 
 

@@ -30,6 +30,9 @@ DTYPES = {
     "float64": torch.float64,
 }
 
+WINDOW = 40
+"""Keys that a query sees, where it sees the last ones alone."""
+
 Results = dict[str, Tensor]
 
 
@@ -97,6 +100,8 @@ def mask_of(shape: Shape, batch: int, dtype: torch.dtype) -> Tensor | None:
             return seen.expand(b, h, s, t) & (torch.arange(h, device="cuda") < 9)[:, None, None]
         case "turned":
             return torch.randn(b, 1, t, s, device="cuda", dtype=dtype).transpose(2, 3)
+        case "window":
+            return torch.ones(1, 1, s, t, device="cuda").bool().tril(t - s).triu(t - s - WINDOW + 1)
         case _:
             return seen & (torch.arange(s, device="cuda") % 7 > 0)[:, None]
 
@@ -185,3 +190,14 @@ def test_what_the_table_chooses_is_as_exact(
 ) -> None:
     attend = lambda q, k, v, *rest: torch.ops.autoshard.attention(q, k, v, *rest)[0]
     compare(attend, SHAPES[shape], DTYPES[dtype], record_property)
+
+
+@pytest.mark.parametrize("more", [0, 39, 200], ids=lambda n: f"{n} keys before")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_of_a_window_are_as_exact(dtype: str, more: int, record_property: Callable[..., None]) -> None:
+    """Against a mask of all queries and keys."""
+    given = Shape(s=700, t=700 + more, mask="window")
+    attend = lambda q, k, v, mask, causal, scale: torch.ops.autoshard.attention(
+        q, k, v, None, True, scale, WINDOW
+    )[0]
+    compare(attend, given, DTYPES[dtype], record_property)

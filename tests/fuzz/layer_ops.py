@@ -140,7 +140,7 @@ def attention(s: Scope) -> str:
         "",
         ", is_causal=True",
         f", attn_mask={s.param(t, t)}",
-        f", attn_mask=torch.ones({t}, {t}, dtype=torch.bool).tril()",
+        f", attn_mask=torch.ones({t}, {t}, dtype=torch.bool).tril(){'.triu(-1)' if heads == 2 else ''}",
         ", scale=0.3",
     )
     return s.pick(

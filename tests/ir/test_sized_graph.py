@@ -119,8 +119,12 @@ def causal() -> nn.Module:
 
 
 def near() -> nn.Module:
-    """Keys up to three before a query: all of them in short sequences."""
+    """A window of keys: all of them in short sequences."""
     return Masked(lambda query, key: (key <= query) & (key > query - 20))
+
+
+def nearest() -> nn.Module:
+    return Masked(lambda query, key: (key <= query) & (key > query - 4))
 
 
 def words(size: Sizes) -> Tensor:
@@ -152,6 +156,7 @@ def symbolic(shape: torch.Size, count: int) -> SymbolicShapes:
         (lambda: Resizing(scale_factor=1.5), images, [(3, 12)], []),
         (causal, rows, [(5, 7), (2, 300)], [(5, 1), (5, 1025)]),
         (near, rows, [(5, 7), (2, 16)], [(5, 1), (5, 19), (2, 21)]),
+        (nearest, rows, [(5, 7), (2, 300)], [(5, 1), (5, 4), (2, 1025)]),
     ],
 )
 def test_at_other_sizes_it_is_what_a_capture_gives(

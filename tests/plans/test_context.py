@@ -1,9 +1,11 @@
 """Context parallelism: of causal attention queries are split and keys gathered, or heads are for the sequence, or keys
-pass by all ranks; each is the fastest somewhere."""
+pass by all ranks; each is the fastest somewhere. Within a window, keys come as a halo."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from autoshard import MeshSpec, find_plan, verify
+from autoshard import MeshSpec, Plan, find_plan, verify
 from cost_model.profile import Profile
 from passes.layout.layout import RING
+from passes.redistribution.steps import HaloExchange, HaloReduce, Step
 from tests.plans.patterns import OneHead
 from tests.profiles import slow_compute
 
@@ -22,21 +25,24 @@ SPLIT = {"in_placements": ((Shard(1),),), "out_placements": (Shard(1),)}
 
 
 class Heads(nn.Module):
-    """Causal attention of heads of 16, of which `groups` have keys of their own."""
+    """Causal attention of heads of 16, of which `groups` have keys of their own; of `window` keys, if not 0."""
 
-    def __init__(self, heads: int, groups: int) -> None:
+    def __init__(self, heads: int, groups: int, window: int = 0) -> None:
         super().__init__()
+        self.window = window
         self.query = nn.Linear(32, 16 * heads, bias=False)
         self.key, self.value = (nn.Linear(32, 16 * groups, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = self.query, self.key, self.value
         q, k, v = (layer(x).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in layers)
-        return (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        how: dict[str, Any] = {"is_causal": True}
+        if self.window:
+            at = torch.arange(x.shape[1])
+            before = at[:, None] - at
+            how = {"attn_mask": (before >= 0) & (before < self.window)}
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 def prices(slower: float = 1.0) -> Profile:
@@ -92,3 +98,72 @@ def test_within_a_limit_keys_are_not_gathered() -> None:
     found = planned(memory_limit=int(0.8 * whole.peak_memory))
     ways = [{split.factor for record in plan.records for split in record.splits} for plan in (whole, found)]
     assert [RING in way for way in ways] == [False, True]
+
+
+def steps_of_heads(plan: Plan) -> list[Step]:
+    """Of what has a dim of heads: queries, keys, values."""
+    (stage,) = plan.stages
+    every = itertools.chain.from_iterable(stage.planned.steps.values())
+    return [step for step in every if len(step.before.dims) == 4]
+
+
+@pytest.mark.parametrize(
+    ("groups", "window", "halo"),
+    [
+        (1, 6, ((0, 16), (11, 32), (27, 48), (43, 64))),
+        (2, 40, ((0, 16), (0, 32), (0, 48), (9, 64))),
+        (1, 1, None),
+    ],
+    ids=["near", "of three ranks", "itself"],
+)
+def test_a_window_is_a_halo(groups: int, window: int, halo: tuple[tuple[int, int], ...] | None) -> None:
+    """Of keys and values, and of their gradients; nothing else of a sequence moves."""
+    torch.manual_seed(0)
+    model, part = Heads(2, groups, window).double(), torch.randn(1, 16, 32).double()
+    plan = find_plan(model, MeshSpec({"cp": RANKS}), (part,), profile=prices(), **SPLIT)  # type: ignore[arg-type]
+    found = steps_of_heads(plan)
+    assert [type(step) for step in found] == ([HaloExchange] * 2 + [HaloReduce] * 2 if halo else [])
+    of_keys = {
+        one for step in found for one in (step.before.halos[2], step.after.halos[2]) if one is not None
+    }
+    assert {one.spans for one in of_keys} == ({halo} if halo else set())
+    report = verify(model, plan, (torch.randn(1, RANKS * 16, 32).double(),), sizes=[{"sequence": UNEVEN}])
+    assert report.ok and report.max_error < 1e-12, str(report)
+
+
+class Mistral(nn.Module):
+    """Of transformers: two layers in which a word sees six. x: [batch, words, 32] -> logits"""
+
+    def __init__(self) -> None:
+        from transformers import MistralConfig, MistralForCausalLM
+
+        super().__init__()
+        config = MistralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=6,
+            use_cache=False,
+        )
+        self.model = MistralForCausalLM(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs_embeds=x).logits
+
+
+def test_a_models_windows_are_halos() -> None:
+    torch.manual_seed(0)
+    model, part = Mistral().double(), torch.randn(1, 8, 32).double()
+    plan = find_plan(model, MeshSpec({"cp": 2}), (part,), profile=prices(), **SPLIT)  # type: ignore[arg-type]
+    attentions = [record for record in plan.records if record.op.startswith("attention")]
+    assert len(attentions) == 4 and all(record.text.endswith(", 6)") for record in attentions)
+    ways = [[type(step) for step in way] for way in plan.stages[0].planned.steps.values()]
+    assert [way for way in ways if HaloExchange in way] == [
+        [HaloExchange]
+    ] * 4  # keys and values of two layers
+    assert sum(way[0] is HaloReduce for way in ways) == 4
+    report = verify(model, plan, (torch.randn(1, 16, 32).double(),), sizes=[{"sequence": 13}])
+    assert report.ok and report.max_error < 1e-12, str(report)

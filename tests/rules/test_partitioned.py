@@ -209,6 +209,27 @@ def test_grouped_heads(mesh: MeshSpec, heads: int, groups: int, kind: str) -> No
     check_all(ops.attention_backward.default, (grad, q, k, v, flags[0], out, lse, *flags[1:]), mesh)
 
 
+@pytest.mark.parametrize("mesh", [*MESHES, MeshSpec({"a": 4})], ids=str)
+@pytest.mark.parametrize(
+    ("groups", "length", "window"), [(4, 7, 3), (4, 11, 1), (1, 11, 8), (2, 11, 5), (2, 7, 6), (1, 3, 2)]
+)
+def test_attention_within_a_window(mesh: MeshSpec, groups: int, length: int, window: int) -> None:
+    """Keys are read with a halo, of up to three ranks; of 3 over 4 ranks one has none."""
+    q, k, v = D.floats(1, 4, length, 4), D.floats(1, groups, length, 4), D.floats(1, groups, length, 3)
+    flags = None, True, 0.5, window
+    check_all(ops.attention.default, (q, k, v, *flags), mesh)
+    out, lse = ops.attention.default(q, k, v, *flags)
+    check_all(
+        ops.attention_backward.default, (D.floats(*out.shape), q, k, v, None, out, lse, *flags[1:]), mesh
+    )
+    split = {
+        split.factor
+        for s in strategies_of(call_node(ops.attention.default, (q, k, v, *flags)), mesh)
+        for split in s.splits
+    }
+    assert "s" in split and RING not in split
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_ring_passes_the_heads_of_keys_that_there_are(groups: int) -> None:
     """4 keys and values of 8 a rank, in three rounds; before them half of q, k and v are swapped, and results after."""
@@ -221,19 +242,34 @@ def test_a_ring_passes_the_heads_of_keys_that_there_are(groups: int) -> None:
     assert sent == [4 * 4 * 8 + keys, keys, keys, keys, 4 * 4 * (8 + 1)]
 
 
-@pytest.mark.parametrize(("factor", "shares"), [("s", (0.5, 1.5, 2.5, 3.5)), (RING, (2.0, 2.0, 2.0, 2.0))])
-def test_ranks_multiply_with_the_keys_that_their_queries_see(factor: str, shares: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("factor", "window", "shares"),
+    [
+        ("s", 0, (0.5, 1.5, 2.5, 3.5)),
+        (RING, 0, (2.0, 2.0, 2.0, 2.0)),
+        ("s", 1, (1.0, 1.0, 1.0, 1.0)),
+        ("s", 5, (1.0, 2.0, 2.0, 2.0)),
+        ("s", 9, (1.0, 2.0, 3.0, 3.0)),
+    ],
+)
+def test_ranks_multiply_with_the_keys_that_their_queries_see(
+    factor: str, window: int, shares: tuple[float, ...]
+) -> None:
     """Of squares of 4 x 4: of keys in front of their queries all, of their own a half; mirrored pieces have equal work.
-    Backward there are five products for two."""
-    x = D.floats(1, 1, 16, 4)
-    out, lse = ops.attention.default(x, x, x, None, True, 0.5)
-    forward, backward = (x, x, x, None, True, 0.5), (out, x, x, x, None, out, lse, True, 0.5)
+    In a block within a window, all of its keys. Backward there are five products for two. Prices are of the most."""
+    x, flags = D.floats(1, 1, 16, 4), (True, 0.5, window)
+    out, lse = ops.attention.default(x, x, x, None, *flags)
+    forward, backward = (x, x, x, None, *flags), (out, x, x, x, None, out, lse, *flags)
     square = 4 * 4 * 4 * 4.0
     for op, args, products in (
         (ops.attention.default, forward, 1.0),
         (ops.attention_backward.default, backward, 2.5),
     ):
-        assert operations(op, args, MeshSpec({"a": 4}), factor) == [square * products * n for n in shares]
+        found = operations(op, args, MeshSpec({"a": 4}), factor)
+        assert found == [square * products * n for n in shares]
+        way = rule_for(node := call_node(op, args)).splitting([factor])
+        parts = [sum(way.work[factor](4 * rank, 4 * rank + 4)) for rank in range(4)]
+        assert [global_flops(node) * part for part in parts] == pytest.approx(found)
 
 
 def operations(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec, factor: str) -> list[float]:

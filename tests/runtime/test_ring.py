@@ -1,4 +1,4 @@
-"""Ring attention on ranks: a sequence in parts is trained on as one process does."""
+"""Ring attention, and a window's halo, on ranks: a sequence in parts is trained on as one process does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ TOKENS = 48
 
 
 class OneHead(nn.Module):
-    def __init__(self) -> None:
+    """A word sees all words before it, or the last `window`."""
+
+    def __init__(self, window: int) -> None:
         super().__init__()
+        self.window = window
         self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x)[:, None].chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]).pow(2).mean()
+        how: dict[str, Any] = {"is_causal": True}
+        if self.window:
+            how = {"attn_mask": torch.ones(TOKENS, TOKENS).bool().tril().triu(1 - self.window)}
+        return self.out(F.scaled_dot_product_attention(q, k, v, **how)[:, 0]).pow(2).mean()
 
 
 def _options(backend: str) -> dict[str, Any]:
@@ -38,9 +44,9 @@ def _options(backend: str) -> dict[str, Any]:
     return {"profile": replace(profile, device=device), "in_placements": placed, "backend": backend}
 
 
-def _losses(rank: int, ranks: int, backend: str) -> tuple[list[float], list[Tensor]]:
+def _losses(rank: int, ranks: int, backend: str, window: int) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
-    model: nn.Module = OneHead().double()
+    model: nn.Module = OneHead(window).double()
     if ranks > 1:
         model = parallel(model, (("cp", ranks),), (_part(0, rank, ranks),), tune="first", **_options(backend))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -60,18 +66,22 @@ def _part(step: int, rank: int, ranks: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("backend", "count"),
+    ("backend", "count", "window"),
     [
-        ("eager", 2),
-        pytest.param("eager", 4, marks=pytest.mark.slow),
-        pytest.param("inductor", 4, marks=pytest.mark.slow),
+        ("eager", 2, 0),
+        pytest.param("eager", 4, 0, marks=pytest.mark.slow),
+        pytest.param("inductor", 4, 0, marks=pytest.mark.slow),
+        ("eager", 2, 10),
+        pytest.param("inductor", 4, 18, marks=pytest.mark.slow),
     ],
 )
-def test_trained_as_one_process(ranks: RankPool, backend: str, count: int) -> None:
-    plan = find_plan(OneHead().double(), MeshSpec({"cp": count}), (_part(0, 0, count),), **_options(backend))
-    rings = [r.name for r in plan.records for split in r.splits if split.factor == RING]
-    assert rings == ["attention", "attention_backward"]
-    wanted, parameters = _losses(0, 1, backend)
-    for losses, found in ranks.run(_losses, count, backend, world=count):
+def test_trained_as_one_process(ranks: RankPool, backend: str, count: int, window: int) -> None:
+    plan = find_plan(
+        OneHead(window).double(), MeshSpec({"cp": count}), (_part(0, 0, count),), **_options(backend)
+    )
+    split = [split.factor for r in plan.records if "attention" in r.op for split in r.splits]
+    assert split == ["s" if window else RING] * 2
+    wanted, parameters = _losses(0, 1, backend, window)
+    for losses, found in ranks.run(_losses, count, backend, window, world=count):
         torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, parameters, rtol=1e-11, atol=1e-12)

@@ -41,8 +41,19 @@ class Attending(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words)
         q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        mixed = self.attention(q, k, v).transpose(1, 2).flatten(2)
         return F.cross_entropy(self.out(x + mixed).flatten(0, 1), words.flatten()) / words.shape[1]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Near(Attending):
+    """Within a window, in blocks where a sequence is long."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, (before >= 0) & (before < 5))
 
 
 class Counting(nn.Module):
@@ -76,7 +87,7 @@ class Seeing(nn.Module):
         return (x - back).square().mean()
 
 
-MODELS = {one.__name__: one for one in (Attending, Branching, Counting, Seeing)}
+MODELS = {one.__name__: one for one in (Attending, Branching, Counting, Near, Seeing)}
 
 
 def made(name: str) -> nn.Module:
@@ -93,8 +104,6 @@ def batch(size: tuple[int, ...]) -> Tensor:
 
 
 Steps = list[list[Tensor]]
-
-
 Part = Callable[[Tensor], Tensor]
 
 
@@ -157,8 +166,6 @@ IMAGES = [(1, 2, *plane) for plane in ((24, 16), (32, 24), (48, 20), (40, 9), (3
 COMPILED = [(8, 6), (4, 9), (6, 5), (6, 5), (2, 7), (10, 3), (5, 4)]
 """The same; then rows of single words, and an uneven size."""
 UNEVEN = [(8, 6), (5, 9), (7, 5), (3, 7), (2, 4), (1, 6), (4, 1), (11, 13), (7, 7)]
-
-
 PIECES = [(8, 6), (12, 9), (16, 5)]
 """Even ones; uneven ones, of a single row, and fewer rows than pieces."""
 UNEVEN_PIECES = [*PIECES, (9, 4), (10, 5), (3, 7), (4, 6), (2, 4), (7, 3), (1, 5), (13, 2)]
@@ -205,6 +212,7 @@ STAGES = {"micro_batches": 3, "stages": "dp"}
         ),
         pytest.param("Attending", 2, EVEN, {}, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 2, UNEVEN, {}, 6, 5, marks=pytest.mark.slow),
+        pytest.param("Near", 2, [(4, 280), (8, 300), (6, 333)], {}, 2, 1, marks=pytest.mark.slow),
         pytest.param("Attending", 3, UNEVEN[:5], {}, 2, 4, marks=pytest.mark.slow),
         pytest.param("Seeing", 3, IMAGES, {"in_placements": [Shard(2)]}, 2, 6, marks=pytest.mark.slow),
         pytest.param("Branching", 2, EVEN, {}, 4, 2, marks=pytest.mark.slow),

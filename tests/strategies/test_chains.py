@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
+from torch.nn import functional as F
 
 from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.planning import canonical_capture
 from passes.ir.joint import node_values
+from passes.ir.op_traits import is_use
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import NO_CUTS, ops_of
 from tests.one_search import ONE_SEARCH
@@ -48,6 +50,32 @@ def test_spans_that_earlier_gradients_read() -> None:
     assert one in found[second]["x0", ("a",)]
     assert {one, two} <= set(found[first]["x0", ("a",)])
     assert third not in found
+
+
+class Near(nn.Module):
+    """Two attentions of which each position sees three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        before = at[:, None] - at
+        for _ in range(2):
+            q, k, v = self.project(x)[:, None].chunk(3, -1)
+            x = F.scaled_dot_product_attention(q, k, v, (before >= 0) & (before < 3))[:, 0]
+        return x.square().mean()
+
+
+def test_keys_within_a_window_are_brought_once_and_computed_once() -> None:
+    joint = canonical_capture(Near(), (torch.randn(1, 12, 2),), {}).joint
+    ops = list(ops_of(joint))
+    found = find_chains(ops, MeshSpec({"a": 3}), NO_CUTS)
+    read = {x for node, _ in ops if node.name.startswith("attention") for x in node.all_input_nodes}
+    keys = {node.name for node in read if is_use(node) and node.meta["phase"] == "forward"}
+    assert len(keys) == 4 and set(found) == keys
+    assert all(((0, 4), (2, 8), (6, 12)) in each["d2", ("a",)] for each in found.values())
 
 
 def overlapping(plan: Plan, kind: str = "convolution") -> int:

@@ -7,6 +7,8 @@ A rank with causal queries [lo, hi) multiplies with the keys that they see, and 
 [0, lo), and causally with keys [lo, hi). Kernels know causality from the first query on, so these are two calls. What
 they find is put together by the log-sum-exp of each (online softmax); their gradients add up, as each is told the
 log-sum-exp of all keys.
+
+Where a query sees the last keys alone, keys are read with a halo, as by a convolution, and a part is the same op.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from passes.layout.layout import RING
+from passes.layout.windows import SlidingWindow
+from passes.ops.attention_window import keys_multiplied
 from passes.rules.core.assemble import assemble, linear_sets
 from passes.rules.core.emit_op import again, argument, global_tensor, is_empty
 from passes.rules.core.rule import Dim, Exchange, LocalContext, Localize, OpCall, OpRule
@@ -34,6 +39,7 @@ _DIMS = {
     "out": "b h s e",
     "lse": "b h s",
 }
+_BESIDE: Mapping[str, Dim] = {"t": ("s",)}
 _AROUND: Mapping[str, Dim] = {"s": (RING,), "t": (RING,)}
 
 
@@ -62,25 +68,35 @@ def _attention(
     if heads != groups and reductions:
         reductions = {**reductions, "h": "sum", "r": "sum"}
 
-    def rule(words: Mapping[str, Dim], *whole: str) -> OpRule:
+    def rule(words: Mapping[str, Dim], *whole: str, **more: Any) -> OpRule:
         read = lambda name: [words.get(word, (word,)) for word in _DIMS[name].split()]
         # A mask may have fewer dims than the scores.
         operands = [read(name)[-call.tensor(name).ndim :] for name in names]
         made, whole = list(map(read, results)), ("t", "d", "e", *whole)
-        return assemble(call.shapes, operands, made, reductions=reductions, whole=whole, linear=linear)
+        return assemble(
+            call.shapes, operands, made, reductions=reductions, whole=whole, linear=linear, **more
+        )
 
     def ways(words: Mapping[str, Dim], *whole: str) -> list[OpRule]:
         """In parts of queries, and round a ring."""
         if not causal or masked:  # causality of a part of the queries has no place beside a mask
             return [rule(words, *whole, *["s"] * causal)]
+        if seen.window:
+            halo = rule(
+                {**words, **_BESIDE}, *whole, windows=dict.fromkeys(of_keys, seen.halo), localize=again
+            )
+            # A window is long, and to bring its keys takes less time than to compute them again.
+            return [replace(halo, work={"s": seen.in_halo}, chains=False)]
         in_parts = replace(rule(words, *whole), work={"s": seen.in_parts}, localize=localize[0])
         if queries != keys:
             return [in_parts]
         ring = rule({**words, **_AROUND}, *whole)
         return [in_parts, replace(ring, work={RING: seen.in_ring}, exchange=exchange, localize=localize[1])]
 
-    causal, masked, seen = call["is_causal"], call["mask"] is not None, _Seen(queries, keys)
+    causal, masked = call["is_causal"], call["mask"] is not None
+    seen = _Seen(queries, keys, call["window"])
     around = tuple(i for i, name in enumerate((*names, *results)) if name in ("k", "v"))
+    of_keys = [(i, LENGTH) for i in around]
     exchange = Exchange(RING, around, tuple(range(len(names) + len(results))))
     if groups in (1, heads):
         found = [replace(way, unless=("b", "h")) for way in ways({"g": ("h",)})]
@@ -94,10 +110,21 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of the pairs of a causal query and a key that it sees, the parts of queries [lo, hi), by call."""
+    """Of the pairs of a causal query and a key that it sees, the parts of queries [lo, hi), by call. window: how many
+    keys, its own the last, a query sees; 0: all."""
 
     queries: int
     keys: int
+    window: int
+
+    @property
+    def halo(self) -> SlidingWindow:
+        return SlidingWindow(self.keys, self.window, before=self.window - 1 - (self.keys - self.queries))
+
+    def in_halo(self, lo: int, hi: int) -> Sequence[float]:
+        first, last = self.halo.reads(lo, hi)
+        with_keys = [keys_multiplied(keys, self.window) for keys in (last - first, self.keys)]
+        return ((hi - lo) * with_keys[0] / (self.queries * with_keys[1]),)
 
     def in_parts(self, lo: int, hi: int) -> Sequence[float]:
         before, all_pairs = min(lo, self.keys) * (hi - lo), self._pairs(self.queries)
