@@ -123,6 +123,11 @@ def is_view(node: fx.Node) -> bool:
     return op_kind(node) == "view"
 
 
+READ_AS_BYTES = frozenset((torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype))
+"""Ops that read their operand's memory as elements of another type: it must lie in order, whatever its strides in a
+canonical graph."""
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """One result, whose every element depends on one (broadcast) element of each operand."""
     return op_kind(node) == "pointwise" and isinstance(node.meta.get("val"), torch.Tensor)

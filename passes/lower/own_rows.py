@@ -17,7 +17,7 @@ from passes.layout.layout import nested_sizes
 from passes.lower.row_order import Sorting
 from passes.ops.routed_ops import ROUTED
 from passes.ops.sent_rows import exchange_rows, returned, routes, sent
-from passes.schedule.overlap import issue_key
+from passes.schedule.overlap import Turn, issue_key
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 
@@ -53,6 +53,21 @@ def _counted_dim(node: fx.Node) -> int | None:
     if node.target is aten.select.int:
         return dim - (int_at(node, 1) < dim)
     return dim + (node.target is aten.unsqueeze.default and int_at(node, 1) <= dim)
+
+
+def behind_ids(graph: fx.Graph) -> None:
+    """Lets rows that have the turn of the transfer that they stand for go behind the collectives of the ids that say
+    where to, if these have a later one."""
+    last: dict[fx.Node, Turn] = {}
+    for node in graph.nodes:
+        before = max((last[n] for n in node.all_input_nodes if n in last), default=None)
+        if node.target is exchange_rows and before is not None and before > issue_key(node)[0]:
+            for made in (node, *node.users):
+                made.meta["turn"] = (*before, 1)
+                made.meta.pop("later", None)
+        own = [issue_key(node)[0]] if "turn" in node.meta else []
+        if before is not None or own:
+            last[node] = max(own if before is None else [before, *own])
 
 
 @dataclass
@@ -121,15 +136,10 @@ class OwnRows(Sorting):
         )
 
     def _exchanged(self, mark: fx.Node, *operands: fx.Node) -> fx.Node:
-        """In the turn of what `mark` is for, or behind the ids, which say where rows go."""
         started = self._emit(mark, exchange_rows, *operands, mark.args[-1])
         waited = self._emit(mark, torch.ops._c10d_functional.wait_tensor.default, started)
-        late = self.turn is not None and self.turn > issue_key(mark)[0]
         for made in (started, waited):
             made.meta = {**mark.meta, **made.meta}
-            if late:
-                made.meta["turn"] = (*self.turn, 1)  # type: ignore[misc]
-                made.meta.pop("later", None)
         return waited
 
     def _routes(self, mark: fx.Node) -> _Routes:

@@ -18,7 +18,6 @@ from passes.ir.graph_pass import int_at, shape_of, tensor_at
 from passes.ir.joint import tensor_operands
 from passes.ops.routed_ops import READ_ROWS, ROUTED
 from passes.rules.core.row_wise import has_rows
-from passes.schedule.overlap import Turn
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 
@@ -27,8 +26,7 @@ aten, ours = torch.ops.aten, torch.ops.autoshard
 class Sorting:
     """The products with one tensor of ids, and all rows.
 
-    experts: how many there are; 0 if that is not known. number: of the region. turn: of the last collective that the
-    ids come from, where rows are sent.
+    experts: how many there are; 0 if that is not known. number: of the region.
     sorted:  values -> the same, sorted.
     """
 
@@ -36,7 +34,6 @@ class Sorting:
     region: Region
     experts: int
     number: int
-    turn: Turn | None
     sorted: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,11 +11,10 @@ from passes.canonicalize.mark_rows import regions
 from passes.compile.join_linears import drop_unread
 from passes.ir.graph_pass import RankPass, duplicate_module, run_rank_passes
 from passes.ir.graph_properties import UNMARKED
-from passes.lower.own_rows import OwnRows
+from passes.lower.own_rows import OwnRows, behind_ids
 from passes.lower.row_order import Sorting
 from passes.ops.routed_ops import READ_ROWS
 from passes.ops.sent_rows import returned, sent
-from passes.schedule.overlap import Turn, issue_key
 
 
 def with_sorted_rows(module: fx.GraphModule) -> fx.GraphModule:
@@ -52,13 +51,14 @@ class SortRows(RankPass):
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
         moves = {node: _moves_of(node) for node in graph.nodes if node.target in (sent, returned)}
-        turns = _last_turns(graph) if moves else {}
         for number, region in enumerate(regions(graph)):
             experts = region.readers[0].meta.get("experts", 0)
             kind = OwnRows if region.experts < experts else Sorting
-            kind(graph, region, experts, number, turns.get(region.ids)).run()
+            kind(graph, region, experts, number).run()
         drop_unread(graph)
         _drop_marks(graph, moves)
+        if moves:
+            behind_ids(graph)
         return module
 
 
@@ -85,14 +85,3 @@ def _drop_marks(graph: fx.Graph, moves: Mapping[fx.Node, Sequence[fx.Node]]) -> 
             if node in alive and not node.users:
                 graph.erase_node(node)
                 alive.discard(node)
-
-
-def _last_turns(graph: fx.Graph) -> dict[fx.Node, Turn]:
-    """Value -> the last turn of the collectives that it comes from."""
-    found: dict[fx.Node, Turn] = {}
-    for node in graph.nodes:
-        own = [issue_key(node)[0]] if "turn" in node.meta else list[Turn]()
-        turns = [*own, *(found[n] for n in node.all_input_nodes if n in found)]
-        if turns:
-            found[node] = max(turns)
-    return found

@@ -17,7 +17,7 @@ from passes.layout.layout import Assignment, Layout, NodeLayouts
 from passes.lower.rank_program import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies
-from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh, trains
+from passes.micro_batches.time_axis import TIME, batch_length, call_products, even_sizes, time_mesh, trains
 from passes.search.search_terms import Choose, Narrowing
 
 
@@ -108,13 +108,7 @@ def check_long_enough(joint: JointGraph, count: int) -> None:
 
 def check_cut(joint: JointGraph, times: RunTimes) -> None:
     """Uncut if work on the call's tensors would have to be done on the whole batch at once."""
-    inputs = [
-        n
-        for n, spec in zip(joint.placeholders, joint.inputs, strict=True)
-        if spec.kind in ("input", "tangent")
-    ]
-    worked = dependents(joint.graph.nodes, inputs)
-    whole = next((n for n in worked if is_product(n) and times.of.get(n.name, "piece") != "piece"), None)
+    whole = next((n for n in call_products(joint) if times.of[n.name] != "piece"), None)
     if whole is None:
         return
     node = _in_the_way(joint, times.count) or whole

@@ -183,7 +183,7 @@ def head_times(joint: JointGraph, count: int) -> RunTimes | None:
         lambda dim, ndim: (ndim - dim) * _READ_PART,
         lambda value: results_nbytes(value) * (1.0 if result_index(value)[0].name in large else _TOGETHER),
     )
-    times = find_run_times(joint, count, weights)
+    times = find_run_times(joint, count, weights, alike=False)
     return times if large and _is_head(joint, large, times) else None
 
 

@@ -21,7 +21,7 @@ from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.ir.torch_dispatch import copied_input
 from passes.layout.layout import Layout
-from passes.lower.op_on_rank import OpOnRank
+from passes.micro_batches.piece_ops import on_piece
 from passes.micro_batches.run_times import RunTime, RunTimes
 from passes.micro_batches.time_axis import TIME
 from passes.rules.core.rule_registry import rule_for
@@ -92,14 +92,9 @@ class PieceWriter:
         self.made[node].meta = {**node.meta, **meta}
 
     def in_piece(self, node: fx.Node, operands: Sequence[fx.Node], index: int) -> Any:
-        """What piece `index` makes of its operands, written by the rule of `node`."""
+        """What piece `index` makes of its operands."""
         layouts = self.times.layouts[node.name]
-        args, kwargs = map_operands(node, operands)
-        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
-        context = OpOnRank(self.emit, self.mesh, index, node, args, kwargs, rule, layouts)
-        if rule.localize is not None:
-            return rule.localize(context)
-        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return on_piece(self.emit, node, operands, rule_for(node), layouts, self.mesh, index)
 
     def time(self, node: fx.Node) -> RunTime:
         producer = result_index(node)[0]

@@ -13,7 +13,7 @@ in pieces nothing: so the search, the one that layouts have, leaves out of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,7 @@ import numpy as np
 from torch import fx
 
 from cost_model.mesh import MeshSpec
+from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import (
     JointGraph,
     node_value,
@@ -32,7 +33,8 @@ from passes.ir.joint import (
 from passes.ir.op_traits import is_view, is_zeros
 from passes.ir.op_work import global_flops
 from passes.layout.layout import ROUTED, Layout, NodeLayouts
-from passes.micro_batches.time_axis import TIME, given_layouts, time_mesh
+from passes.micro_batches.piece_ops import run_alike
+from passes.micro_batches.time_axis import TIME, call_products, given_layouts, time_mesh
 from passes.rules.core.rule import OpRule
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import solve
@@ -74,7 +76,7 @@ class RunTimes:
 
 @dataclass(frozen=True)
 class Weights:
-    """What is weighed, in bytes. whole, piece: of an op, run whole or in pieces; equal for ops that are alike.
+    """What is weighed, in bytes. whole, piece: of an op, run whole or in pieces.
     read: of a tensor of `ndim` dims of which parts along `dim` are read. together: of a value that is put side by side
     over the pieces, for each reader; what is added up over them weighs a thousandth of its bytes."""
 
@@ -88,8 +90,18 @@ def _work(node: fx.Node) -> float:
     return 0.0 if is_view(node) else results_nbytes(node) + global_flops(node) / _FLOPS_A_BYTE
 
 
-OF_A_BATCH = Weights(_work, lambda _: 0.0, lambda dim, _: (dim + 1) * _READ_PART, results_nbytes)
-"""As little as can be is left out; the first dim that can be is cut."""
+def of_a_batch(joint: JointGraph) -> Weights:
+    """As little as can be is left out, and of products with the call's tensors none where that can be. The first dim
+    that can be is cut."""
+    ops = [node for node in joint.graph.nodes if node.op == "call_function"]
+    products = set(call_products(joint))
+    all_others = sum(_work(node) + len(node.users) * results_nbytes(node) for node in ops)
+    return Weights(
+        lambda node: _work(node) + all_others * (node in products),
+        lambda _: 0.0,
+        lambda dim, _: (dim + 1) * _READ_PART,
+        results_nbytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,9 +114,14 @@ _Labels = tuple[_Label, ...]
 _Side = tuple[RunTime, Layout]
 
 
-def find_run_times(joint: JointGraph, count: int, weights: Weights = OF_A_BATCH) -> RunTimes:
-    """What runs in `count` pieces, and how it is cut, at the least weight. `joint` has no `use`."""
-    labels = _Labeller(joint, count, weights)
+def find_run_times(
+    joint: JointGraph, count: int, weights: Weights | None = None, *, alike: bool = True
+) -> RunTimes:
+    """What runs in `count` pieces, and how it is cut, at the least weight. `joint` has no `use`.
+
+    weights: None: those of a batch.
+    alike: pieces run the same ops, so that one plan is of all."""
+    labels = _Labeller(joint, count, weights or of_a_batch(joint), FakeCalls() if alike else None)
     labels.add_ops()
     labels.add_outputs()
     found = solve(labels.problem(), time_limit=_SEARCH_SECONDS, relative_gap=1e-3)
@@ -120,10 +137,10 @@ def find_run_times(joint: JointGraph, count: int, weights: Weights = OF_A_BATCH)
 def piece_strategies(joint: JointGraph, count: int) -> Callable[[fx.Node], list[NodeLayouts]]:
     """How an op of `joint` can run in `count` pieces."""
     mesh, ops = time_mesh(count), list(ops_of(joint))
-    cuts, rules = find_cuts(joint, mesh, given_layouts(joint, count), ops), dict(ops)
+    cuts, rules, calls = find_cuts(joint, mesh, given_layouts(joint, count), ops), dict(ops), FakeCalls()
 
     def of(node: fx.Node) -> list[NodeLayouts]:
-        labels, _ = _op_labels(node, rules[node], mesh, cuts, OF_A_BATCH)
+        labels = _op_labels(node, rules[node], mesh, cuts, calls)
         return [label.layouts for label in labels if label.time == "piece"]
 
     return of
@@ -134,13 +151,14 @@ class _Labeller:
     joint: JointGraph
     count: int
     weights: Weights
+    calls: FakeCalls | None
     labels: list[_Labels] = field(default_factory=list)
     costs: list[Array] = field(default_factory=list)
     edges: list[tuple[int, int]] = field(default_factory=list)
     edge_costs: list[Array] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
     ops: set[str] = field(default_factory=set)
-    classes: dict[Hashable, tuple[_Labels, Array]] = field(default_factory=dict)
+    classes: dict[Hashable, _Labels] = field(default_factory=dict)
     matrices: dict[Hashable, Array] = field(default_factory=dict)
     given: set[fx.Node] = field(default_factory=set)
 
@@ -154,16 +172,15 @@ class _Labeller:
             ndim = node_value(node).ndim
             if spec.kind in ("input", "tangent"):
                 self.given.add(node)
-            self._add(node.name, *self._classed((spec.kind, ndim), lambda n=ndim: _whole(n)))
+            self._add(node.name, self._classed((spec.kind, ndim), lambda n=ndim: _whole(n)))
         for node, rule in ops:
             operands = tensor_operands(node)
-            self._add(
-                node.name,
-                *self._classed(
-                    (class_key(node), *map(is_zeros, operands)),
-                    lambda n=node, r=rule: _op_labels(n, r, mesh, cuts, self.weights),
-                ),
+            labels = self._classed(
+                (class_key(node), *map(is_zeros, operands)),
+                lambda n=node, r=rule: _op_labels(n, r, mesh, cuts, self.calls),
             )
+            whole, piece = self.weights.whole(node), self.weights.piece(node)
+            self._add(node.name, labels, [piece if label.time == "piece" else whole for label in labels])
             self.ops.add(node.name)
             for position, operand in enumerate(operands):
                 self._connect(operand, node.name, position)
@@ -172,18 +189,18 @@ class _Labeller:
         for place, result in enumerate(self.joint.results):
             if result is not None:
                 name, ndim = f"output {place}", node_value(result).ndim
-                self._add(name, *self._classed(("output", ndim), lambda n=ndim: _returned(n)))
+                self._add(name, self._classed(("output", ndim), lambda n=ndim: _returned(n)))
                 self._connect(result, name, 0)
 
-    def _classed(self, key: Hashable, make: Callable[[], tuple[_Labels, Array]]) -> tuple[_Labels, Array]:
+    def _classed(self, key: Hashable, make: Callable[[], _Labels]) -> _Labels:
         if key not in self.classes:
             self.classes[key] = make()
         return self.classes[key]
 
-    def _add(self, name: str, labels: _Labels, costs: Array) -> None:
+    def _add(self, name: str, labels: _Labels, costs: Sequence[float] = (0.0,)) -> None:
         self.places[name] = len(self.labels)
         self.labels.append(labels)
-        self.costs.append(costs)
+        self.costs.append(np.array(costs))
 
     def _connect(self, operand: fx.Node, reader: str, position: int) -> None:
         producer, result = result_index(operand)
@@ -205,51 +222,41 @@ class _Labeller:
         self.edge_costs.append(self.matrices[key])
 
 
-def _whole(ndim: int) -> tuple[_Labels, Array]:
-    return (_Label("before", NodeLayouts((), (Layout.replicated(ndim),))),), np.zeros(1)
+def _whole(ndim: int) -> _Labels:
+    return (_Label("before", NodeLayouts((), (Layout.replicated(ndim),))),)
 
 
-def _returned(ndim: int) -> tuple[_Labels, Array]:
-    return (_Label("after", NodeLayouts((Layout.replicated(ndim),), ())),), np.zeros(1)
+def _returned(ndim: int) -> _Labels:
+    return (_Label("after", NodeLayouts((Layout.replicated(ndim),), ())),)
 
 
-def _op_labels(
-    node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts, weights: Weights
-) -> tuple[_Labels, Array]:
+def _op_labels(node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts, calls: FakeCalls | None) -> _Labels:
     operands = [node_value(n).shape for n in tensor_operands(node)]
     found: list[_Label] = []
     for strategy in enumerate_strategies(rule, operands, result_shapes(node), mesh, cuts=cuts):
         if all(not layout.axes for layout in (*strategy.operands, *strategy.results)) and not strategy.splits:
             found += [_Label("before", strategy), _Label("after", strategy)]
-        elif _in_pieces(strategy, node, rule, mesh):
+        elif _in_pieces(strategy, node, rule, mesh, calls):
             found.append(_Label("piece", strategy))
-    whole, piece = weights.whole(node), weights.piece(node)
-    return tuple(found), np.array([piece if label.time == "piece" else whole for label in found])
+    return tuple(found)
 
 
-def _in_pieces(strategy: NodeLayouts, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> bool:
+def _in_pieces(
+    strategy: NodeLayouts, node: fx.Node, rule: OpRule, mesh: MeshSpec, calls: FakeCalls | None
+) -> bool:
     """All run the same ops, and none reads what is another's."""
     layouts = (*strategy.operands, *strategy.results)
     if any(layout.has_halo or (TIME, ROUTED) in layout.partial for layout in layouts):
         return False
     if _cuts_to_nothing(strategy, node, mesh):
         return False
-    if any(_unlike(node, rule, split.factor) for split in strategy.splits):
-        return False
-    return all(
-        hi > lo
+    if any(
+        hi <= lo
         for split in strategy.splits
         for lo, hi in split.parts(rule.splitting([split.factor]).sizes[split.factor], mesh)
-    )
-
-
-def _unlike(node: fx.Node, rule: OpRule, factor: str) -> bool:
-    """Whether the pieces of `factor` run other ops."""
-    unlike = rule.splitting([factor]).unlike
-    if factor not in unlike:
+    ):
         return False
-    base = unlike[factor]
-    return base is None or not is_zeros(tensor_operands(node)[base])
+    return calls is None or run_alike(node, rule, strategy, mesh, calls)
 
 
 def _cuts_to_nothing(strategy: NodeLayouts, node: fx.Node, mesh: MeshSpec) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import fx
+
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph, node_value
+from passes.ir.joint import JointGraph, dependents, node_value
+from passes.ir.op_traits import is_product
 from passes.layout.layout import Layout
 
 TIME = "time"
@@ -36,6 +39,13 @@ def trains(joint: JointGraph) -> bool:
     """Whether a call has gradients: without, nothing is kept that pieces would make less of."""
     ends = zip(joint.outputs, joint.results, strict=True)
     return any(end.kind == "grad" and result is not None for end, result in ends)
+
+
+def call_products(joint: JointGraph) -> list[fx.Node]:
+    """Products of what is made of the call's tensors, in order."""
+    ends = zip(joint.placeholders, joint.inputs, strict=True)
+    made = dependents(joint.graph.nodes, [n for n, spec in ends if spec.kind in ("input", "tangent")])
+    return [node for node in joint.graph.nodes if node in made and is_product(node)]
 
 
 def given_layouts(joint: JointGraph, count: int) -> Mapping[int, list[Layout]]:

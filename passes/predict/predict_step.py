@@ -14,6 +14,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.graph_pass import duplicate_module
 from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
+from passes.lower.own_rows import behind_ids
 from passes.lower.partition import order_of
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
@@ -279,4 +280,5 @@ class Orders:
                 node.meta = kept | order_of(transfer, planned, later)
             elif "ring" in node.meta:
                 node.meta["turn"] = rings[node.meta["ring"]]
+        behind_ids(module.graph)
         return module

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from passes.capture.model_state import named_state, state_kept
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
-from passes.ir.op_traits import draws, rounds
+from passes.ir.op_traits import READ_AS_BYTES, draws, rounds
 from passes.ir.process_state import autocast_off
 
 
@@ -51,7 +51,16 @@ def measured_rounding(
     return Rounding(ends, found)
 
 
-class _Nudged(fx.Interpreter):
+class _Reference(fx.Interpreter):
+    """Runs a canonical graph, whose strides mean nothing."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in READ_AS_BYTES:
+            args = (args[0].contiguous(), *args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+class _Nudged(_Reference):
     def __init__(
         self,
         module: fx.GraphModule,
@@ -158,7 +167,7 @@ def _value(
     return torch.randn(tuple(wanted.shape), generator=generator).to(wanted.dtype).to(wanted.device)
 
 
-class _Recorder(fx.Interpreter):
+class _Recorder(_Reference):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.values: dict[str, Any] = {}

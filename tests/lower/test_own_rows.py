@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, find_plan
@@ -14,6 +14,7 @@ from autoshard.planning import canonical_capture
 from autoshard.verification.part_errors import shard_of
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
+from passes.lower.own_rows import behind_ids
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.ops.routed_ops import routed_mm
@@ -21,6 +22,8 @@ from passes.ops.sent_rows import exchange_rows, returned, sent
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_groups
 from tests.schedule.planned import run_phases, shards
+
+c10d = torch.ops._c10d_functional
 
 
 class Experts(nn.Module):
@@ -133,3 +136,22 @@ def test_who_sends_what(dim: int) -> None:
         assert coming.tolist() == [sum(source(p) <= by for p in places) for by in range(3)]
         assert [places[i] for i in arriving] == [p for by in range(3) for p in places if source(p) == by]
         assert arriving[arrived].tolist() == [*range(len(places))]
+
+
+def test_rows_go_behind_the_ids_that_say_where_to() -> None:
+    """Their transfer has its turn as a gather, which needs no ids."""
+    graph = fx.Graph()
+    rows, ids = graph.placeholder("rows"), graph.placeholder("ids")
+    gathered = graph.call_function(c10d.all_gather_into_tensor.default, (ids, 2, "g"))
+    known = graph.call_function(c10d.wait_tensor.default, (gathered,))
+    moves = []
+    for turn in ((0, 3), (0, 5)):
+        started = graph.call_function(exchange_rows, (rows, known, known, known, "g"))
+        moves.append((started, graph.call_function(c10d.wait_tensor.default, (started,))))
+        for node in moves[-1]:
+            node.meta = {"turn": turn, "later": (6,)}
+    for node in (gathered, known):
+        node.meta["turn"] = (0, 4)
+    behind_ids(graph)
+    assert [node.meta for node in moves[0]] == [{"turn": (0, 4, 1)}] * 2
+    assert [node.meta for node in moves[1]] == [{"turn": (0, 5), "later": (6,)}] * 2

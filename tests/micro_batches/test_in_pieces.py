@@ -12,10 +12,8 @@ from torch import nn
 
 from autoshard.planning import canonical_capture
 from cost_model.errors import InfeasibleError
-from passes.ir.graph_properties import BrokenGraphError
 from passes.ir.joint import JointGraph, repeats
 from passes.ir.op_traits import is_product
-from passes.micro_batches import run_times
 from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import find_run_times
@@ -149,15 +147,6 @@ def test_all_pieces_run_the_same_ops(name: str) -> None:
     graphs = [in_pieces(plain, times, index) for index in range(times.count)]
     targets = [[node.target for node in graph.graph.nodes] for graph in graphs]
     assert all(one == targets[0] for one in targets)
-
-
-def test_pieces_that_run_other_ops_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_times, "_cuts_to_nothing", lambda *_: False)
-    joint, _ = model_and_values("halves", 3)
-    with pytest.raises(
-        BrokenGraphError, match=r"piece 1 of a batch runs other ops than the first, from \w+ on\n  try"
-    ):
-        cut_batch(joint, 2)
 
 
 def test_products_run_in_pieces() -> None:

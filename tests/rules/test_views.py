@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from autoshard import MeshSpec, find_plan, verify
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
 from passes.rules.plain.views import common_factors
+from tests.profiles import slow_compute
 from tests.rules.registered import Draw, aten, check
 
 SEEDS = range(3)
@@ -112,3 +116,31 @@ def test_complex() -> None:
     draw = Draw(0)
     check(aten.view_as_complex.default, draw.floats(4, 3, 2))
     check(aten.view_as_real.default, torch.view_as_complex(draw.floats(4, 3, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.complex128])
+def test_the_same_bytes(dtype: torch.dtype) -> None:
+    rule = check(aten.view.dtype, Draw(0).floats(4, 3, 2), dtype)
+    assert rule.splittable[:2] == ("d0", "d1")
+    assert ("d2" in rule.splittable) == (dtype == torch.int64)  # of as many bytes
+
+
+class Bytes(nn.Module):
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.read = nn.Parameter(torch.randn(2, 4)), read
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ self.weight, self.read(x.transpose(0, 2).contiguous())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [torch.view_as_complex, lambda x: x.view(torch.int16), lambda x: x.view(torch.int64)],
+    ids=["complex", "int16", "int64"],
+)
+def test_the_bytes_of_a_tensor_whose_dims_are_turned(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Strides mean nothing in a graph, but these ops need their operand in order."""
+    model, x = Bytes(read), torch.randn(2, 4, 2)
+    plan = find_plan(model, MeshSpec({"a": 2}), (x,), profile=slow_compute(1e3))
+    assert verify(model, plan, (x,)).ok

@@ -105,9 +105,6 @@ class OpRule:
                 the search offers that where it is worth its time (`passes.search.space_dims`).
     work:       factor -> what part of the op's operations each call takes that its results [lo, hi) need; others:
                 one call, of as many as they are.
-    unlike:     factors where a rank runs other ops than the others (the one that has the row reads it, the others make
-                zeros), with the operand that, if it is zeros, makes them alike (what sums are added to). Pieces of a
-                batch do not split them: their graphs differ in numbers alone.
     routed:     operand -> factor of experts: split over it, rows of the operand count on the rank of their expert
                 (`ROUTED`). Results for which `reductions` says so need not have the factor in their dims.
     exchange:   what is exchanged within the op, in this way of splitting it.
@@ -130,7 +127,6 @@ class OpRule:
     chains: bool = True
     moved: frozenset[str] = frozenset()
     work: Mapping[str, Callable[[int, int], Sequence[float]]] = field(default_factory=dict)
-    unlike: Mapping[str, int | None] = field(default_factory=dict)
     routed: Mapping[int, str] = field(default_factory=dict)
     exchange: Exchange | None = None
     unless: tuple[str, ...] = ()

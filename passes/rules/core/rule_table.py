@@ -70,6 +70,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_rows(products.diagonal, "diagonal"),
         **_rows(spec("... p -> ...; p: whole; linear: 0", views.in_rows), "view_as_complex"),
         **_rows(spec("... -> ... p; linear: 0"), "view_as_real"),
+        **_rows(views.other_dtype, "view.dtype"),
         # movement
         **_rows(shifting.slice_, "slice.Tensor"),
         **_rows(shifting.slice_backward, "slice_backward"),

@@ -4,7 +4,7 @@ zeros for the others, so the result is a pending sum."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,8 +105,7 @@ def gather_dims(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[
 def select(call: OpCall) -> OpRule:
     """a v b -> a b; v: sum. The rank that has the index gives its row, the others zeros."""
     names = rows_along(call.operands[0].ndim, call["dim"])
-    rule = _read(call, [names], [name for name in names if name != ("v",)], _select)
-    return replace(rule, unlike={"v": None})
+    return _read(call, [names], [name for name in names if name != ("v",)], _select)
 
 
 def _select(ctx: LocalContext) -> fx.Node:

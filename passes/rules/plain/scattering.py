@@ -4,7 +4,6 @@ others; with the index split, the additive ops leave a pending sum (and one rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -114,8 +113,7 @@ def scatter_add(call: OpCall) -> OpRule:
     if call.tensor("self").dtype == torch.bool:
         return whole_rule(call.shapes, len(call.operands))
     adding = _adding("index", "src", ["k"])
-    rule = _along_index(call, "self src", whole=(), reductions={"k": "sum"}, localize=adding)
-    return replace(rule, unlike={"k": 0})
+    return _along_index(call, "self src", whole=(), reductions={"k": "sum"}, localize=adding)
 
 
 def scatter(call: OpCall) -> OpRule:
@@ -151,7 +149,7 @@ def index_add(call: OpCall) -> OpRule:
     if ndim == 0 or call.tensor("source").ndim == 0 or source.dtype == torch.bool:
         return whole_rule(call.shapes, len(call.operands))
     operand, index = rows_along(ndim, dim), [("t0",)][: call.tensor("index").ndim]
-    rule = assemble(
+    return assemble(
         call.shapes,
         [operand, index, rows_along(ndim, dim, "t0")],
         [operand],
@@ -159,7 +157,6 @@ def index_add(call: OpCall) -> OpRule:
         linear=linear_sets(call, "self source"),
         localize=_adding("index", "source", ["t0"], ndim - 1 - dim % ndim),
     )
-    return replace(rule, unlike={"t0": 0})
 
 
 def index_put(call: OpCall) -> OpRule:
@@ -169,7 +166,7 @@ def index_put(call: OpCall) -> OpRule:
     if named is None:
         return whole_rule(call.shapes, len(call.operands))
     adds = bool(call["accumulate"]) and source.dtype != torch.bool
-    rule = assemble(
+    return assemble(
         call.shapes,
         [named.source, *named.indices, named.result[len(named.result) - values.ndim :]],
         [named.source],
@@ -178,4 +175,3 @@ def index_put(call: OpCall) -> OpRule:
         linear=linear_sets(call, "self values") if adds else (),
         localize=_adding("indices", "values", named.names, named.after) if adds else None,
     )
-    return replace(rule, unlike=dict.fromkeys(named.names, 0)) if adds else rule

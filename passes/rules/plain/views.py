@@ -109,6 +109,15 @@ def permute(call: OpCall) -> OpRule:
     return assemble(call.shapes, [operand], [reordered], linear=linear_sets(call, "self"))
 
 
+def other_dtype(call: OpCall) -> OpRule:
+    """a b -> a b, the same bytes. Of elements of another size the last dim is whole."""
+    operand = broadcast_dims(call.result.ndim)
+    if call.operands[0].shape == call.result.shape:
+        return assemble(call.shapes, [operand], [operand], localize=in_rows)
+    ends = [*operand[:-1], ("p",)], [*operand[:-1], ("q",)]
+    return assemble(call.shapes, ends[:1], ends[1:], whole=("p", "q"), localize=in_rows)
+
+
 def in_rows(ctx: LocalContext) -> fx.Node:
     """Localize: what torch reads by a view must lie as in a tensor of its own, which a shard out of a collective may
     not."""

@@ -125,7 +125,7 @@ def convolution(call: OpCall) -> OpRule:
     """
     named = _Dims.of(call)
     linear = ("input", "weight") if call["bias"] is None else ("input bias", "weight bias")
-    rule = assemble(
+    return assemble(
         call.shapes,
         [named.input, named.weight, named.channels][: len(call.operands)],
         [named.output],
@@ -136,7 +136,6 @@ def convolution(call: OpCall) -> OpRule:
         windows={(0, 2 + d): window for d, window in enumerate(named.windows)},
         localize=lambda ctx: _convolution(named.site(ctx), bool(call["transposed"])),
     )
-    return rule if call["bias"] is None else replace(rule, unlike={"i": None})
 
 
 def _convolution(site: Site[ConvolutionWindow], transposed: bool) -> fx.Node:
