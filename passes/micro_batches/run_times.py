@@ -48,8 +48,8 @@ _FLOPS_A_BYTE = 50.0
 """Operations that weigh as much as a byte: what is run whole is weighed, not timed."""
 _READ_PART = 1e-3
 """Bytes that reading a part of one dim costs, times the dim."""
-_CHUNKED = 0.01
-"""By how much more than even sizes those of torch.chunk weigh, which leave less to the last piece."""
+_UNEVEN = 0.01
+"""By how much more reading parts weighs at most, the smaller one is beside the largest."""
 _SEARCH_SECONDS = 60.0
 
 
@@ -212,11 +212,15 @@ class _Labeller:
         if key not in self.matrices:
             rows: list[_Side] = [(one.time, one.layouts.results[result]) for one in self.labels[source]]
             columns: list[_Side] = [(one.time, one.layouts.operands[position]) for one in self.labels[target]]
+            shape, mesh, once = node_value(operand).shape, time_mesh(self.count), 1.0 if given else 2.0
+
+            def parts(layout: Layout, dim: int) -> float:
+                sizes = layout.split_sizes(shape, mesh, dim)
+                uneven = 1.0 + _UNEVEN * (1.0 - min(sizes) / max(sizes))
+                return self.weights.read(dim, len(shape)) * uneven * once
+
             self.matrices[key] = np.array(
-                [
-                    [_move(row, column, nbytes, together, given, self.weights) for column in columns]
-                    for row in rows
-                ]
+                [[_move(row, column, nbytes, together, parts) for column in columns] for row in rows]
             )
         self.edges.append((source, target))
         self.edge_costs.append(self.matrices[key])
@@ -270,8 +274,10 @@ def _cuts_to_nothing(strategy: NodeLayouts, node: fx.Node, mesh: MeshSpec) -> bo
     )
 
 
-def _move(source: _Side, target: _Side, nbytes: int, together: float, given: bool, weights: Weights) -> float:
-    """Bytes that a read costs; inf where a piece would need another. given: whether the caller gives the tensor."""
+def _move(
+    source: _Side, target: _Side, nbytes: int, together: float, parts: Callable[[Layout, int], float]
+) -> float:
+    """Bytes that a read costs; inf where a piece would need another. parts: that of parts of a dim."""
     (made, held), (read, wanted) = source, target
     if read == "piece":
         if made == "piece":
@@ -279,10 +285,7 @@ def _move(source: _Side, target: _Side, nbytes: int, together: float, given: boo
         if made == "after" or wanted.partial:
             return np.inf
         cut = next((d for d, axes in enumerate(wanted.dims) if axes), None)
-        if cut is None:
-            return 0.0
-        chunked = 1.0 if wanted.sizes[cut] is not None else 1.0 + _CHUNKED
-        return weights.read(cut, len(wanted.dims)) * chunked * (1.0 if given else 2.0)
+        return 0.0 if cut is None else parts(wanted, cut)
     if made == "piece":
         if read == "before" or not held.axes:
             return np.inf

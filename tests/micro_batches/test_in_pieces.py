@@ -297,3 +297,27 @@ def test_a_loss_that_is_no_sum_over_samples_is_named() -> None:
     joint = canonical_capture(RootOfMean().double(), (torch.randn(6, 4, dtype=torch.float64),), {}).joint
     with pytest.raises(InfeasibleError, match=r"(?s)micro_batches=2: aten.sqrt .*try: .* mean over samples"):
         cut_batch(joint, 2)
+
+
+class Shifted(Tokens):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        after = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+        return nn.functional.cross_entropy(self.head(self.hidden(ids)).flatten(0, 1), after.flatten())
+
+
+@pytest.mark.parametrize(("batch", "tokens", "count", "wanted"), [
+    (6, 6, 3, (2, 2, 2)),
+    (8, 8, 4, (2, 2, 2, 2)),
+    (8, 32, 4, (2, 2, 2, 2)),
+    (10, 10, 4, (3, 3, 2, 2)),
+])  # fmt: skip
+def test_pieces_are_even_whatever_else_is_as_long(
+    batch: int, tokens: int, count: int, wanted: tuple[int, ...]
+) -> None:
+    """Tokens of labels that are shifted by one could be cut 1, 2, 3; the batch is not, where it is as long."""
+    joint = canonical_capture(Shifted(), (torch.zeros(batch, tokens, dtype=torch.long),), {}).joint
+    plain = without_uses(joint)
+    times = find_run_times(plain, count)
+    cut = {layout.split_sizes(shape, times.mesh, dim) for shape, layout, dim in times.cut(plain)}
+    # Of a batch, or of its tokens put one after the other.
+    assert {tuple(size * batch // sum(sizes) for size in sizes) for sizes in cut} == {wanted}
