@@ -138,11 +138,12 @@ def _contract_flops(node: fx.Node) -> float:
 
 
 def _routed() -> tuple[Any, ...]:
-    return torch.ops.autoshard.routed_mm.default, torch.ops.autoshard.routed_outer.default
+    ops = torch.ops.autoshard
+    return ops.routed_mm.default, ops.routed_outer.default, ops.grouped_mm.default
 
 
 def _routed_flops(node: fx.Node) -> float:
-    """Every row is taken to have one expert; experts are taken to be equally loaded."""
+    """Every row is taken to have one expert; experts are taken to be equally loaded. The same of a rank's sorted rows."""
     a, b = (node_value(n) for n in tensor_operands(node)[:2])
     return 2.0 * a.numel() * b.shape[-1]
 

@@ -9,6 +9,7 @@ from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.compile.expand_ops import expand_ops
 from passes.ir.op_traits import is_use
+from passes.ir.op_work import global_flops
 from passes.lower.sort_rows import with_sorted_rows
 from passes.ops.routed_ops import READ_ROWS, routed_mm
 
@@ -71,6 +72,13 @@ def test_one_sort_and_one_way_there_and_back_in_each_direction() -> None:
     assert _count(made, "routed", "grouped_mm", "aten.sort.", "aten.index.Tensor") == [0, 5, 1, 3]
     for got, wanted in zip(_run(made), _run(plain), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_sorted_rows_are_as_many_operations() -> None:
+    """12 rows: 4 x 10 and 5 x 4 in the forward; in the backward 4 x 5 for the rows, and both for the weights."""
+    made = with_sorted_rows(_graph())
+    products = [global_flops(node) for node in made.graph.nodes if "grouped_mm" in str(node.target)]
+    assert sorted(products) == [480.0, 480.0, 480.0, 960.0, 960.0]
 
 
 def test_one_row_and_none() -> None:
