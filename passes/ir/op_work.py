@@ -143,7 +143,7 @@ def _routed() -> tuple[Any, ...]:
 
 
 def _routed_flops(node: fx.Node) -> float:
-    """Every row is taken to have one expert; experts are taken to be equally loaded. The same of a rank's sorted rows."""
+    """Every row is taken to have one expert; experts to be equally loaded. The same of a rank's sorted rows."""
     a, b = (node_value(n) for n in tensor_operands(node)[:2])
     return 2.0 * a.numel() * b.shape[-1]
 
