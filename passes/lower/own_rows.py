@@ -58,6 +58,8 @@ def _counted_dim(node: fx.Node) -> int | None:
 def behind_ids(graph: fx.Graph) -> None:
     """Lets rows that have the turn of the transfer that they stand for go behind the collectives of the ids that say
     where to, if these have a later one."""
+    if not graph.find_nodes(op="call_function", target=exchange_rows):
+        return
     last: dict[fx.Node, Turn] = {}
     for node in graph.nodes:
         before = max((last[n] for n in node.all_input_nodes if n in last), default=None)

@@ -57,8 +57,7 @@ class SortRows(RankPass):
             kind(graph, region, experts, number).run()
         drop_unread(graph)
         _drop_marks(graph, moves)
-        if moves:
-            behind_ids(graph)
+        behind_ids(graph)
         return module
 
 
