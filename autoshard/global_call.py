@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from cost_model.errors import ShardingError, shown
 from cost_model.mesh import MeshSpec
 from passes.capture.call import flatten_call, tensor_names
+from passes.capture.memory_order import arranged, arrangement_of, strides_of
 from passes.capture.trees import unflatten
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -242,6 +243,8 @@ def joined(
 
 
 def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of the global shape for tracing; its values are never read, so it has no storage."""
-    stand_in = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    """A tensor of the global shape for tracing, which lies in memory as the shard does; its values are never
+    read, so it has no storage."""
+    found = arrangement_of(tensor.shape, strides_of(tensor))
+    stand_in = arranged(shape, found, dtype=tensor.dtype, device="meta")
     return stand_in.requires_grad_(tensor.requires_grad)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from autoshard.global_call import GlobalCall
@@ -24,6 +23,7 @@ from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
+from passes.capture.memory_order import arranged, arrangement_of
 from passes.capture.trees import unflatten
 from passes.ir.routing import Routing
 from passes.ir.size_names import check_size_names, resized_shapes
@@ -124,7 +124,9 @@ class OtherSizes:
     def _capture(self, shapes: Shapes) -> Captured:
         pairs = zip(self.key.tensors, shapes, strict=True)
         tensors = [
-            torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+            arranged(
+                shape, arrangement_of(tensor.shape, tensor.strides), dtype=tensor.dtype, device="meta"
+            ).requires_grad_(tensor.requires_grad)
             for tensor, shape in pairs
         ]
         args, kwargs = unflatten(self.key.tree, tensors)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from passes.capture.memory_order import strided, strides_of
 from passes.capture.places import Place
 from passes.capture.provenance import check_dense, is_dense
 from passes.capture.questions import Check
@@ -100,17 +101,20 @@ def in_objects(tree: Tree, inside: bool = False) -> set[int]:
 @dataclass(frozen=True)
 class TensorKey:
     """What of an input tensor a graph depends on; its device is not: the graph runs on the mesh's, and CPU tensors
-    are moved there. placements: of a DTensor, whose shape is global."""
+    are moved there. placements: of a DTensor, whose shape is global. strides: None where they follow from the shape."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     placements: tuple[Hashable, ...]
+    strides: tuple[int, ...] | None = None
 
     @staticmethod
     def of(tensor: Tensor) -> TensorKey:
         placements = tuple(getattr(tensor, "placements", ()))
-        return TensorKey(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, placements)
+        return TensorKey(
+            tuple(tensor.shape), tensor.dtype, tensor.requires_grad, placements, strides_of(tensor)
+        )
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -139,7 +143,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
         set(map(id, values))
     ) == len(values):
         # The usual call, of tensors alone: its key is made once.
-        looks = tuple([(value.shape, value.dtype, value.requires_grad) for value in values])
+        looks = tuple(
+            [(value.shape, value.dtype, value.requires_grad, strides_of(value)) for value in values]
+        )
         return list(values), _key_of_tensors(looks, tuple(kwargs))
     return _flattened(args, kwargs)
 
@@ -154,9 +160,12 @@ def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[T
 
 @lru_cache(maxsize=256)
 def _key_of_tensors(
-    looks: tuple[tuple[torch.Size, torch.dtype, bool], ...], names: tuple[str, ...]
+    looks: tuple[tuple[torch.Size, torch.dtype, bool, tuple[int, ...] | None], ...], names: tuple[str, ...]
 ) -> CallKey:
-    like = [torch.empty(s, dtype=d, device="meta", requires_grad=grad) for s, d, grad in looks]
+    like = [
+        strided(shape, strides, dtype=dtype, device="meta", requires_grad=grad)
+        for shape, dtype, grad, strides in looks
+    ]
     count = len(like) - len(names)
     return _flattened(tuple(like[:count]), dict(zip(names, like[count:], strict=True)))[1]
 

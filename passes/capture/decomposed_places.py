@@ -11,43 +11,25 @@ import torch
 from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
+from passes.capture.memory_order import by_stride, inverse, lies_dense
 
 aten = torch.ops.aten
-
-
-def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Dims, those of the greatest strides first; of size 1 in front."""
-    return sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d]))
-
-
-def _lies_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill one run of memory, each place once."""
-    run = 1
-    for d in reversed(_by_stride(sizes, strides)):
-        if sizes[d] > 1 and strides[d] != run:
-            return False
-        run *= sizes[d]
-    return True
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def laid_as(x: Tensor, result: Tensor) -> Tensor:
     """`result` with its dims in memory in the order of those of `x`: what is written through a view, `x`, is looked
     at through the tensor's other views."""
-    order = _by_stride(x.shape, x.stride())
-    if _by_stride(result.shape, result.stride()) == order:
+    order = by_stride(x.shape, x.stride())
+    if by_stride(result.shape, result.stride()) == order:
         return result
-    return result.permute(order).contiguous().permute(_inverse(order))
+    return result.permute(order).contiguous().permute(inverse(order))
 
 
 def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
     """Where the first element is, counted from that of `x`. Raises UnsupportedOpError for what is no part of `x`."""
     first = 0 if offset is None else offset - int(x.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if not _lies_dense(x.shape, x.stride()) or first < 0 or last >= x.numel():
+    if not lies_dense(x.shape, x.stride()) or first < 0 or last >= x.numel():
         raise UnsupportedOpError(
             f"as_strided({list(size)}, {list(stride)}) of a tensor of shape {list(x.shape)} reads memory that is not "
             "the tensor's own\n  try: view, slice, unfold or expand"
@@ -56,11 +38,11 @@ def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | 
 
 
 def _in_order(x: Tensor) -> Tensor:
-    return x.permute(_by_stride(x.shape, x.stride()))
+    return x.permute(by_stride(x.shape, x.stride()))
 
 
 def _whole(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> bool:
-    return math.prod(size) == x.numel() and _lies_dense(size, stride)
+    return math.prod(size) == x.numel() and lies_dense(size, stride)
 
 
 def _places(size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
@@ -76,8 +58,8 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
     start = _start(x, size, stride, offset)
     ordered = _in_order(x)
     if _whole(x, size, stride):
-        order = _by_stride(size, stride)
-        return ordered.reshape([size[d] for d in order]).permute(_inverse(order))
+        order = by_stride(size, stride)
+        return ordered.reshape([size[d] for d in order]).permute(inverse(order))
     kept = _kept(ordered, size, stride, start)
     inner = ordered.reshape([*ordered.shape[:kept], -1])
     found = aten.index_select.default(inner, kept, _places(size[kept:], stride[kept:], start))
@@ -102,10 +84,10 @@ def as_strided_scatter(
     start = _start(x, size, stride, offset)
     ordered = _in_order(x)
     if _whole(x, size, stride):
-        written = src.permute(_by_stride(size, stride))
+        written = src.permute(by_stride(size, stride))
     else:
         written = aten.scatter.src(ordered.reshape(-1), 0, _places(size, stride, start), src.reshape(-1))
-    return written.reshape(ordered.shape).permute(_inverse(_by_stride(x.shape, x.stride())))
+    return written.reshape(ordered.shape).permute(inverse(by_stride(x.shape, x.stride())))
 
 
 def _rows(mask: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, Tensor, int]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from passes.capture.answers import traced_with_answers
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
 from passes.capture.known_values import History
+from passes.capture.memory_order import arranged, arrangement_of, strided, strides_of
 from passes.capture.model_state import Slot, held_tensors_kept, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
@@ -228,19 +230,35 @@ _REFUSED_WRITES = {getattr(packet, name): _refuse_write for packet in _PACKETS f
 
 
 def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
-    """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
+    """Fakes that no longer know the real tensors, so that those can be swapped later. A call's lie in memory as its
+    tensors do; parameters and buffers are contiguous."""
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
-    shapes = [tuple(t.shape) for t in real]
+    makers = [partial(_fake, slot.tensor, None) for slot in program.slots]
     if (sizes := program.sizes) is not None:
-        shapes = [*shapes[: len(program.slots)], *sizes.shapes]
         if history is not None:
             raise SizesLost("the forward asks for values")
-    specs = [(shape, t.dtype, CPU, t.requires_grad) for shape, t in zip(shapes, real, strict=True)]
+        makers += [partial(_sized, *pair) for pair in zip(program.inputs, sizes.shapes, strict=True)]
+        return fake_tensors(makers, symbols=sizes.symbols)
+    makers += [partial(_fake, tensor, strides_of(tensor)) for tensor in program.inputs]
     if history is None:
-        return fake_tensors(specs, symbols=None if sizes is None else sizes.symbols)
-    fakes = fake_tensors(specs, history.note)
+        return fake_tensors(makers)
+    fakes = fake_tensors(makers, history.note)
     history.begin(fakes, real)
     return fakes
+
+
+def _fake(real: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    return strided(real.shape, strides, dtype=real.dtype, device=CPU).requires_grad_(real.requires_grad)
+
+
+def _sized(real: Tensor, shape: Sequence[Any]) -> Tensor:
+    strides = strides_of(real)
+    found = arrangement_of(real.shape, strides)
+    if strides is not None and found is None:
+        raise SizesLost(
+            f"elements of an input of sizes {list(real.shape)} and strides {list(strides)} overlap"
+        )
+    return arranged(shape, found, dtype=real.dtype, device=CPU).requires_grad_(real.requires_grad)
 
 
 @contextmanager

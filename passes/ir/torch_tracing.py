@@ -186,11 +186,11 @@ Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 def fake_tensors(
-    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]],
+    makers: Sequence[Callable[[], torch.Tensor]],
     seen: Seen | None = None,
     symbols: SizeSymbols | None = None,
 ) -> list[torch.Tensor]:
-    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode, where real tensors become constants.
+    """What each of these makes under one new mode: fakes, and real tensors become constants there.
     seen: is told of every op of them. symbols: that the shapes have. Since torch 2.0."""
     from torch._subclasses import FakeTensorMode
 
@@ -205,10 +205,7 @@ def fake_tensors(
     mode = (FakeTensorMode if seen is None else Watched)(allow_non_fake_inputs=True, shape_env=env)
     mode.cache_enabled = env is None  # with symbols, to look for a result takes longer than to make it
     with mode, torch.inference_mode(False):
-        return [
-            torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
-            for shape, dtype, device, grad in specs
-        ]
+        return [make() for make in makers]
 
 
 def is_value_missing(error: Exception) -> bool:

@@ -81,7 +81,7 @@ def mask_of(call: Call, like: Tensor) -> Tensor | None:
 
 def graph_of(call: Call, device: str = "cuda:0") -> fx.GraphModule:
     """placeholders q, k, v, mask?, grad; results out, gq, gk, gv. Every value is a fake of one mode."""
-    start = fake_tensors([((0,), call.dtype, torch.device(device), False)])[0]
+    start = fake_tensors([lambda: torch.empty(0, dtype=call.dtype, device=device)])[0]
     with fake_mode_of(start):
         width = call.d if call.e is None else call.e
         q = empty((call.b, call.h, call.s, call.d), call.order, start)

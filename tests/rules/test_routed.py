@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,8 +142,8 @@ def _on_cuda(
     cuda = torch.device("cuda", 0)
     last = [*range(len(b_shape) - 2), -1, -2]
     shapes = [a_shape[::-1], [b_shape[i] for i in last]] if turned else [a_shape, b_shape]
-    specs = [*((shape, dtype, cuda, False) for shape in shapes), ((6,), torch.int32, cuda, False)]
-    a, b, ends = fake_tensors(specs)
+    looks = [*((shape, dtype) for shape in shapes), ((6,), torch.int32)]
+    a, b, ends = fake_tensors([partial(torch.empty, shape, dtype=each, device=cuda) for shape, each in looks])
     with fake_mode_of(a):
         a, b = (x.transpose(-1, -2) if turned else x for x in (a, b))
         node = call_node(grouped, (a, b, ends, first, 4))

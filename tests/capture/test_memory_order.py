@@ -1,0 +1,163 @@
+"""Inputs that do not lie in memory as their shape says: what is written through a view of them, and what is a view."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard.verification.simulated_sizes as simulated
+import autoshard.verification.verify_plan as verification
+from autoshard import MeshSpec, find_plan, verify
+from autoshard.verification.simulated_sizes import ALL_SIZES, Runs
+from cost_model.errors import CaptureError
+from passes.canonicalize import canonicalize
+from passes.capture import capture, flatten_call
+from passes.capture.memory_order import arranged, arrangement_of
+from passes.plan.describe import graph_hash
+from tests.capture.running import check, run_eager, run_graph, tensors_of
+from tests.profiles import slow_compute
+
+
+class _Written(nn.Module):
+    """Adds to what `flatten` gives: a view of what lies in order, a copy of what does not."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.dims = first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(*self.dims)
+        rows.add_(1)
+        return (x * self.scale).sum() + (2 * rows).sum()
+
+
+_LAID: dict[str, Callable[[], Tensor]] = {
+    "in order": lambda: torch.arange(24.0).reshape(2, 3, 4),
+    "turned": lambda: torch.arange(24.0).reshape(4, 3, 2).permute(2, 1, 0),
+    "half turned": lambda: torch.arange(24.0).reshape(2, 4, 3).transpose(1, 2),
+    "columns left out": lambda: torch.arange(30.0).reshape(2, 3, 5)[..., :4],
+    "rows left out": lambda: torch.arange(40.0).reshape(2, 5, 4)[:, :3],
+    "every other": lambda: torch.arange(48.0).reshape(2, 3, 8)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("dims", [(0, -1), (0, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("laid", _LAID)
+def test_writes_through_a_view_reach_the_input_and_those_in_a_copy_do_not(
+    laid: str, dims: tuple[int, int]
+) -> None:
+    model, make = _Written(*dims), _LAID[laid]
+    captured = capture(model, (make(),), {})
+    tangents = [torch.ones(()), *[None] * (captured.call.output_count - 1)]
+    wanted = run_eager(captured, model, ((make(),), {}), tangents)
+    found = run_graph(captured, tensors_of(model), [make()], tangents)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, msg=str(name))
+
+
+def test_ranks_compute_what_one_process_does_of_a_turned_input() -> None:
+    model = _Written(0, -1)
+    x = torch.arange(32.0).reshape(4, 8).t()
+    plan = find_plan(model, MeshSpec({"dp": 2}, device_type="cpu"), (x,), profile="cpu")
+    assert verify(model, plan, (x,)).ok
+    # As 1 is added to a copy: the sum of x, and twice that of x + 1.
+    assert model(x).item() == pytest.approx(496 + 2 * (496 + 32))
+
+
+class _Strided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_strided((3, 4), (1, 3))
+
+
+def test_memory_of_a_turned_input_is_read_where_it_is() -> None:
+    check(_Strided(), torch.arange(12.0).reshape(4, 3).t())
+
+
+def test_memory_between_the_rows_of_an_input_is_not_read() -> None:
+    with pytest.raises(CaptureError, match="not the tensor's own"):
+        capture(_Strided(), (torch.zeros(3, 8)[:, :4],), {})
+
+
+def test_calls_are_of_one_kind_where_their_tensors_lie_alike() -> None:
+    key = lambda x: flatten_call((x,), {})[1]
+    assert key(torch.zeros(4, 3)) == key(torch.ones(4, 3))
+    assert key(torch.zeros(4, 3)) != key(torch.zeros(3, 4).t())
+    assert key(torch.zeros(4, 3)[:, :2]) != key(torch.zeros(4, 2))
+
+
+def test_what_nothing_is_written_to_has_the_same_graph_however_it_lies() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)
+    )
+    x = torch.zeros(2, 3, 6, 6)
+    others = (x.to(memory_format=torch.channels_last), torch.zeros(2, 3, 6, 7)[..., :6])
+    hashes = {graph_hash(canonicalize(capture(model, (one,), {}).joint)) for one in (x, *others)}
+    assert len(hashes) == 1
+
+
+def _drawn(draw: random.Random) -> Tensor:
+    """A view of some of a tensor: dims turned, parts left out, one repeated."""
+    x = torch.empty([draw.choice([1, 2, 3, 5]) * 2 for _ in range(draw.randint(1, 4))])
+    for _ in range(draw.randint(0, 3)):
+        dim = draw.randrange(x.ndim)
+        match draw.choice(["turn", "cut", "step", "repeat"]):
+            case "turn":
+                x = x.transpose(dim, draw.randrange(x.ndim))
+            case "cut":
+                x = x.narrow(dim, 0, max(2, x.shape[dim] - 1))
+            case "step" if x.shape[dim] > 3:
+                x = x[(slice(None),) * dim + (slice(None, None, 2),)]
+            case _:
+                x = x.narrow(dim, 0, 1).expand([4 if d == dim else -1 for d in range(x.ndim)])
+    return x
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 50))
+def test_a_tensor_so_arranged_has_the_same_views(seed: int) -> None:
+    for case in range(seed, seed + 50):
+        x = _drawn(random.Random(case))
+        found = arrangement_of(x.shape, None if x.is_contiguous() else x.stride())
+        # Of other sizes too: twice as large in every dim.
+        for factor in (1, 2):
+            y = arranged([size * factor for size in x.shape], found)
+            assert list(y.shape) == [size * factor for size in x.shape]
+            for first in range(x.ndim):
+                for last in range(first, x.ndim):
+                    is_view = [t.flatten(first, last).data_ptr() == t.data_ptr() for t in (x, y)]
+                    assert is_view[0] == is_view[1], (
+                        case,
+                        factor,
+                        first,
+                        last,
+                        x.shape,
+                        x.stride(),
+                        y.stride(),
+                    )
+
+
+@pytest.mark.parametrize("laid", ["turned", "cut"])
+def test_a_program_for_all_sizes_is_made_of_a_call_that_lies_so(
+    monkeypatch: pytest.MonkeyPatch, laid: str
+) -> None:
+    """`flatten` of [b, s] is no view there, so the sum is of x as it was, at every size."""
+    by: list[str] = []
+    real = simulated.SimulatedSizes.runs
+
+    def noted(*given: Any) -> Runs:
+        found = real(*given)
+        by.append(found.by)
+        return found
+
+    monkeypatch.setattr(verification.SimulatedSizes, "runs", noted)
+    x = torch.randn(6, 4).t() if laid == "turned" else torch.randn(4, 7)[:, :6]
+    model = _Written(0, -1)
+    plan = find_plan(model, MeshSpec({"dp": 2}), (x,), profile=slow_compute())
+    report = verify(model, plan, (x,), sizes=[{"batch": 8}, {"batch": 12}, {"batch": 10}])
+    assert report.ok and ALL_SIZES in by
