@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from autoshard.version import __version__
-from cost_model.errors import Count, Seconds, Text
+from cost_model.errors import Count, PlanError, Seconds, Text
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
@@ -193,7 +193,12 @@ class PlanContent:
 
     @property
     def ranks(self) -> int:
-        """Along `axis`."""
+        """Along `axis`. PlanError of a plan without stages, as of all that asks for them."""
+        if not self.axis:
+            raise PlanError(
+                "the plan has no stages, and so no schedule of them\n"
+                "  try: plan.explain(), or find_plan(..., stages=...) with the name of a mesh axis"
+            )
         return self.mesh.size(self.axis)
 
     @property
@@ -203,7 +208,7 @@ class PlanContent:
     @cached_property
     def scheduled(self) -> Scheduled:
         """Its stages under its schedule."""
-        return scheduled_parts(self.mesh, self.axis, self.schedule, self.micro_batches, self.parts)
+        return scheduled_parts(self.ranks, self.schedule, self.micro_batches, self.parts)
 
     @property
     def timeline(self) -> PipelineTimeline:
@@ -232,11 +237,9 @@ def gap_of(cost: float, bound: float) -> float:
     return 0.0 if cost <= 0 else max(0.0, (cost - bound) / cost)
 
 
-def scheduled_parts(
-    mesh: MeshSpec, axis: str, schedule: str, micro_batches: int, parts: Sequence[Part]
-) -> Scheduled:
-    """InfeasibleError where the schedule cannot run so many pieces."""
-    ranks, own = mesh.size(axis), parts[:-1]
+def scheduled_parts(ranks: int, schedule: str, micro_batches: int, parts: Sequence[Part]) -> Scheduled:
+    """ranks: along the axis of stages. InfeasibleError where the schedule cannot run so many pieces."""
+    own = parts[:-1]
     order = pipeline_order(schedule, ranks, micro_batches, stages_per_rank=len(parts) // ranks)
     passed = tuple(part.sent for part in own), tuple(part.returned for part in own)
     return Scheduled(order, SchedulePrices(tuple(part.figures for part in parts), *passed))
@@ -252,9 +255,10 @@ def of_stages(
     **_others: Any,
 ) -> dict[str, Any]:
     """By name, what of a plan with stages follows from them. Raises as `scheduled_parts`."""
-    scheduled = scheduled_parts(mesh, axis, schedule, micro_batches, parts)
+    ranks = mesh.size(axis)
+    scheduled = scheduled_parts(ranks, schedule, micro_batches, parts)
     stages: list[PlanContent] = [part.plan for part in parts]
-    ranks, cost = mesh.size(axis), scheduled.seconds
+    cost = scheduled.seconds
     busiest = max(sum(stage.lower_bound for stage in stages[rank::ranks]) for rank in range(ranks))
     memory = pipeline_memory(scheduled, [stage.memory for stage in stages])
     return {

@@ -37,6 +37,15 @@ def test_the_same_from_a_file(name: str, mesh: Any, pieces: int, tmp_path: Path)
     assert read.explain() == plan.explain() and read.to_text() == plan.to_text()
 
 
+@pytest.mark.parametrize("name", ["ranks", "stages_per_rank", "timeline", "bubble", "holders"])
+def test_a_plan_without_stages_says_that_it_has_none(name: str) -> None:
+    (plan, *_) = planned("mlp", SQUARE, 4).stages
+    with pytest.raises(
+        PlanError, match=r"no stages, and so no schedule .*\n  try: plan.explain\(\), or find_plan"
+    ):
+        getattr(plan, name)
+
+
 def test_who_raced_is_in_the_file(tmp_path: Path) -> None:
     race = tuple(Raced(name, f"{name} of 4 pieces", 0.5, 0.25) for name in ("1f1b", "gpipe"))
     plan = replace(planned("mlp", SQUARE, 4), race=race)
