@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.errors import ShardingError, shown
 from cost_model.mesh import MeshSpec
-from passes.capture.call import flatten_call, tensor_names
-from passes.capture.memory_order import arranged, arrangement_of, strides_of
+from passes.capture.call import CallKey, flatten_call, tensor_names
 from passes.capture.trees import unflatten
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -178,7 +177,8 @@ def global_call(
 
     DTensors know their global shape. A plain tensor with placements is this rank's shard; the split
     sizes are those that `everyones_shapes` reports (default: all alike), equal or not. Others are
-    global already.
+    global already. How parts lie in memory may differ between ranks: of a call with parts every tensor counts as
+    contiguous (`counts_as_in_order`).
 
     Raises ShardingError if placements do not fit the inputs, or the ranks' shards do not fit together.
     """
@@ -203,8 +203,15 @@ def global_call(
             continue
         layouts[position] = layout
         tensors[position] = _stand_in(tensor, shape)
+    if counts_as_in_order(key, in_placements, batch_axes):
+        tensors = [_in_order(tensor) for tensor in tensors]
     new_args, new_kwargs = unflatten(key.tree, tensors)
     return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors), dtensors)
+
+
+def counts_as_in_order(key: CallKey, in_placements: Any, batch_axes: Sequence[str]) -> bool:
+    """Whether some tensors of a call are, or may be, a rank's parts. The last two as of `global_call`."""
+    return bool(batch_axes) or in_placements is not None or key.has_dtensors
 
 
 def axes_of_batch(batch: str, mesh: MeshSpec, stages: str | None) -> tuple[str, ...]:
@@ -243,8 +250,12 @@ def joined(
 
 
 def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of the global shape for tracing, which lies in memory as the shard does; its values are never
-    read, so it has no storage."""
-    found = arrangement_of(tensor.shape, strides_of(tensor))
-    stand_in = arranged(shape, found, dtype=tensor.dtype, device="meta")
+    """A tensor of the global shape for tracing; its values are never read, so it has no storage."""
+    stand_in = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return stand_in.requires_grad_(tensor.requires_grad)
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)

@@ -3,8 +3,8 @@
     python -m benchmarks.sizes --model unet --plan FSDP --ranks 2 3 --calls 20 [--dynamic batch height width]
 
 A small model in float64 is called with sizes drawn by number, each twice in random order, forward and backward. Prints
-Markdown: captures, calls that were planned by a search (the first is), programs in symbols, the median repeat, what a
-size's first call takes above its repeat, at the median and at worst (calls that capture left out), calls that lowered a
+Markdown: captures, calls that were planned by a search (the first is), programs in symbols, the median last call, what
+a size's first call takes above its last, at the median and at worst (calls that capture left out), calls that lowered a
 program of their own, and how far losses and gradients are from one process's, as a share of the largest.
 """
 
@@ -138,6 +138,8 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--calls", type=int, default=20, help="sizes, each called twice")
+    parser.add_argument("--repeats", type=int, default=2, help="how often; with inductor the third compiles")
+    parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--dynamic", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(words)
@@ -182,7 +184,7 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
         options |= PARTS[plan]
     elif plan != "free":
         options["constraints"] = family_constraints(plan, 1)
-    settings: dict[str, Any] = {"backend": "eager", "profile": "cpu", "tune": "first", **options}
+    settings: dict[str, Any] = {"backend": given.backend, "profile": "cpu", "tune": "first", **options}
     model = autoshard.autoshard(copy.deepcopy(alone), mesh, **settings)
     seen: dict[tuple[int, ...], list[tuple[float, Counter[str]]]] = {}
     worst = 0.0
@@ -203,11 +205,11 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
         seen.setdefault(sizes, []).append((time.perf_counter() - begin, counts - before))
         worst = max(worst, _difference(model, loss, alone, alone(*batch)))
     if rank == 0:
-        again = statistics.median(two for _, (two, _) in seen.values())
-        new = [one - two for (one, did), (two, _) in seen.values() if not did["captures"]]
+        again = statistics.median(last for *_, (last, _) in seen.values())
+        new = [one - last for (one, did), *_, (last, _) in seen.values() if not did["captures"]]
         figures = [f"{1e3 * value:.0f}" for value in (again, statistics.median(new), max(new))]
         said = [counts["captures"], counts["searches"], counts["programs"]]
-        lowered = sum(did["lowered"] > 0 for (_, did), _ in seen.values())
+        lowered = sum(did["lowered"] > 0 for (_, did), *_ in seen.values())
         row = [name, plan, ranks, *said, *figures, lowered, f"{worst:.0e}"]
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
     dist.barrier()
@@ -218,7 +220,7 @@ def _drawn(example: Model, given: argparse.Namespace) -> list[tuple[int, ...]]:
     draw = random.Random(given.seed)
     every = list(itertools.product(*example.sizes))
     chosen = draw.sample(every, min(given.calls, len(every)))
-    calls = [*chosen, *chosen]
+    calls = chosen * given.repeats
     draw.shuffle(calls)
     return calls
 

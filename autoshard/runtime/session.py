@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.arguments import check_unwrapped, optimizer_name
 from autoshard.call_ends import capture_as_now
-from autoshard.global_call import GlobalCall, axes_of_batch, global_call
+from autoshard.global_call import GlobalCall, axes_of_batch, counts_as_in_order, global_call
 from autoshard.plan.judged import prices_of
 from autoshard.plan.other_sizes import OtherSizes
 from autoshard.plan.plan import PipelinePlan, Plan
@@ -108,7 +108,10 @@ class Session:
         """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
         sizes of all of them: every rank must get here."""
         key = flatten_call(args, kwargs)[1]
-        if self.settings.batch != "per_rank":
+        s = self.settings
+        if counts_as_in_order(key, s.in_placements, axes_of_batch(s.batch, self.spec, s.stages)):
+            key = key.in_order
+        if s.batch != "per_rank":
             return key
         self._asked = self._shapes(args, kwargs)
         return key, str(self._asked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -133,6 +133,15 @@ class CallKey:
     @cached_property
     def _hash(self) -> int:
         return hash((self.tree, self.tensors))
+
+    @cached_property
+    def has_dtensors(self) -> bool:
+        return any(tensor.placements for tensor in self.tensors)
+
+    @cached_property
+    def in_order(self) -> CallKey:
+        """As if all tensors were contiguous."""
+        return CallKey(self.tree, tuple(replace(tensor, strides=None) for tensor in self.tensors))
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import autoshard.verification.simulated_sizes as simulated
 import autoshard.verification.verify_plan as verification
 from autoshard import MeshSpec, find_plan, verify
+from autoshard.global_call import counts_as_in_order, global_call
 from autoshard.verification.simulated_sizes import ALL_SIZES, Runs
 from cost_model.errors import CaptureError
 from passes.canonicalize import canonicalize
@@ -90,6 +92,19 @@ def test_calls_are_of_one_kind_where_their_tensors_lie_alike() -> None:
     assert key(torch.zeros(4, 3)) == key(torch.ones(4, 3))
     assert key(torch.zeros(4, 3)) != key(torch.zeros(3, 4).t())
     assert key(torch.zeros(4, 3)[:, :2]) != key(torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("how", [{"in_placements": [[Shard(1)], None]}, {"batch_axes": ("dp",)}], ids=str)
+def test_parts_of_tensors_count_as_contiguous(how: dict[str, Any]) -> None:
+    """A rank with an empty or a whole part would else have another kind of call than those with slices."""
+    given = {"in_placements": None, **how}
+    x, y = torch.zeros(3, 8)[:, :4], torch.arange(6.0).reshape(2, 3).t()
+    whole = global_call((x, y), {}, MeshSpec({"dp": 2}, device_type="cpu"), **given)
+    assert all(tensor.is_contiguous() for tensor in whole.args)
+    key = flatten_call((x, y), {})[1]
+    assert counts_as_in_order(key, given["in_placements"], given.get("batch_axes", ()))
+    assert key.in_order == flatten_call((x.contiguous(), y.contiguous()), {})[1] != key
+    assert not counts_as_in_order(key, None, ())
 
 
 def test_what_nothing_is_written_to_has_the_same_graph_however_it_lies() -> None:
