@@ -19,8 +19,9 @@ from autoshard.plan.other_sizes import Capture
 from autoshard.plan.plan_ends import CallLayouts
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
-from passes.capture.call import held_in, in_objects, number_indices, tensor_paths
+from passes.capture.call import held_in, number_indices, tensor_paths
 from passes.capture.device_view import autocast_on
+from passes.capture.trees import in_objects
 from passes.ir.process_state import random_state_kept
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout

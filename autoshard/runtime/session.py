@@ -107,8 +107,7 @@ class Session:
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The part of a call's arguments that decides its graph. Where each rank passes its part of the batch, the
         sizes of all of them: every rank must get here."""
-        key = flatten_call(args, kwargs)[1]
-        s = self.settings
+        key, s = flatten_call(args, kwargs)[1], self.settings
         if counts_as_in_order(key, s.in_placements, axes_of_batch(s.batch, self.spec, s.stages)):
             key = key.in_order
         if s.batch != "per_rank":

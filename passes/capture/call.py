@@ -90,14 +90,6 @@ def put_tensors(tree: Tree, value: Any, new: Mapping[int, Any]) -> None:
             (vars(value) if isinstance(tree, Instance) else value)[key] = new[child.index]
 
 
-def in_objects(tree: Tree, inside: bool = False) -> set[int]:
-    """The tensors that objects hold, somewhere inside."""
-    if isinstance(tree, TensorLeaf):
-        return {tree.index} if inside else set()
-    inside = inside or isinstance(tree, Instance)
-    return {index for child in getattr(tree, "children", ()) for index in in_objects(child, inside)}
-
-
 @dataclass(frozen=True)
 class TensorKey:
     """What of an input tensor a graph depends on; its device is not: the graph runs on the mesh's, and CPU tensors

@@ -240,6 +240,14 @@ def changed_places(before: Tree, after: Tree, value: Any, path: Path = ()) -> li
     return [(path, value)]
 
 
+def in_objects(tree: Tree, inside: bool = False) -> set[int]:
+    """The tensors that objects hold, somewhere inside."""
+    if isinstance(tree, TensorLeaf):
+        return {tree.index} if inside else set()
+    inside = inside or isinstance(tree, Instance)
+    return {index for child in getattr(tree, "children", ()) for index in in_objects(child, inside)}
+
+
 def _has_tensor(tree: Tree) -> bool:
     leaf = isinstance(tree, (TensorLeaf, Number, Again))
     return leaf or any(_has_tensor(child) for child in getattr(tree, "children", ()))
