@@ -153,7 +153,7 @@ def layer_norm(
     """x: [*lead, *shape]. Returns the normalised x, and mean and 1/deviation, [*lead, 1, ...] each."""
     over = list(range(x.ndim - len(shape), x.ndim))
     hat, center, rstd, _ = _normalised(x.to(wide(x.dtype)), over, eps)
-    return _affine(hat, weight, bias).to(x.dtype), center, rstd
+    return _affine(hat, weight, bias).to(x.dtype).contiguous(), center, rstd
 
 
 def batch_norm(
@@ -175,7 +175,7 @@ def batch_norm(
         assert running_mean is not None and running_var is not None
         center, variance = running_mean.to(work.dtype), running_var.to(work.dtype)
         result = _affine((work - channel(center)) * channel((variance + eps).rsqrt()), weight, bias)
-        return result.to(x.dtype), x.new_zeros((0,)), x.new_zeros((0,)), running_mean, running_var
+        return _laid(result.to(x.dtype), x), x.new_zeros((0,)), x.new_zeros((0,)), running_mean, running_var
     over = [d for d in range(x.ndim) if d != 1]
     hat, center, rstd, variance = _normalised(work, over, eps)
     result = _affine(hat, weight, bias).to(x.dtype)
@@ -185,7 +185,14 @@ def batch_norm(
     if running_var is not None:
         count = x.numel() / x.shape[1]
         running_var = momentum * (variance * (count / (count - 1))) + (1 - momentum) * running_var
-    return result, center, rstd, running_mean, running_var
+    return _laid(result, x), center, rstd, running_mean, running_var
+
+
+def _laid(result: Tensor, x: Tensor) -> Tensor:
+    """In order, or its channels last as those of `x`: as torch's kernels lay out what a later view reads or writes."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    is_last = not x.is_contiguous() and last is not None and x.is_contiguous(memory_format=last)
+    return result if is_last else result.contiguous()
 
 
 def batch_norm_without_stats(

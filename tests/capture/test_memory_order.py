@@ -73,6 +73,45 @@ def test_ranks_compute_what_one_process_does_of_a_turned_input() -> None:
     assert model(x).item() == pytest.approx(496 + 2 * (496 + 32))
 
 
+class _Normed(nn.Module):
+    """Norms of a turned tensor are in order: their views are views."""
+
+    def __init__(self, norm: nn.Module, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.read = norm, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.read(y).sum() + (y * y).sum()
+
+
+_READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda y: y.view(-1).exp(),
+    "view of bytes": lambda y: y.view(torch.complex128).imag,
+    "written": lambda y: y.flatten(1).mul_(2),
+}
+
+
+@pytest.mark.parametrize("read", _READ)
+def test_layer_norms_of_a_turned_input_are_in_order(read: str) -> None:
+    check(_Normed(nn.LayerNorm(6).double(), _READ[read]), _turned())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_batch_norms_of_a_turned_input_are_in_order(trains: bool) -> None:
+    check(_Normed(nn.BatchNorm1d(5).double().train(trains), _READ["written"]), _turned())
+
+
+def _turned() -> Tensor:
+    return torch.randn(6, 5, 4, dtype=torch.float64).transpose(0, -1)
+
+
+def test_batch_norms_keep_channels_last() -> None:
+    """So that `flatten` makes a copy, which is all that doubles."""
+    x = torch.randn(2, 5, 3, 4, dtype=torch.float64).to(memory_format=torch.channels_last)
+    check(_Normed(nn.BatchNorm2d(5).double(), _READ["written"]), x)
+
+
 class _Strided(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.as_strided((3, 4), (1, 3))
