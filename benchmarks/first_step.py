@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.first_step [--layers 12 --width 768] [--tune first] [--backend eager]
 
-A GPT is trained with defaults until it is tuned (`is_tuned`), and for as many steps again. Run it twice: the second
-start takes plan and programs from $XDG_CACHE_HOME and Inductor's cache. Seconds are rank 0's.
+A GPT is trained with defaults until it is tuned (`is_tuned`), and for as many steps again; then another of the same
+size under eager DDP. Run it twice: the second start takes plan and programs from $XDG_CACHE_HOME and Inductor's cache.
+Seconds are rank 0's.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
 from autoshard.demo import GPT, GPTConfig
@@ -35,18 +39,10 @@ def main() -> None:
     given = parser.parse_args()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    tokens = torch.randint(0, 256, (given.rows, given.tokens), generator=torch.Generator().manual_seed(3))
     begun = time.perf_counter()
     model = autoshard.autoshard(_model(given), mesh, backend=given.backend, tune=given.tune)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 256, (given.rows, given.tokens), generator=torch.Generator().manual_seed(3))
-
-    def step() -> float:
-        begin = time.perf_counter()
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - begin
-
+    step = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
     step()
     first = time.perf_counter() - begun
     during: list[float] = []
@@ -64,7 +60,29 @@ def main() -> None:
             print(
                 f"step during: median {statistics.median(during) * 1e3:.1f} ms, most {max(during) * 1e3:.1f} ms"
             )
+    _ddp(given, tokens)
     dist.barrier()
+
+
+def _ddp(given: argparse.Namespace, tokens: torch.Tensor) -> None:
+    """Each rank has its part of the same batch."""
+    begun = time.perf_counter()
+    model = DistributedDataParallel(_model(given))
+    own = tokens.tensor_split(dist.get_world_size())[dist.get_rank()]
+    step = partial(_step, model, torch.optim.AdamW(model.parameters()), own)
+    step()
+    first = time.perf_counter() - begun
+    steps = [step() for _ in range(STEPS)]
+    if dist.get_rank() == 0:
+        print(f"eager DDP: first step after {first:.1f} s, median {statistics.median(steps) * 1e3:.1f} ms")
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    model(tokens, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begin
 
 
 def _model(given: argparse.Namespace) -> GPT:

@@ -119,6 +119,8 @@ MODELS: Mapping[str, Model] = {
     ),
     "lstm": Model(Recurrent, lambda b, t: (_tokens(b, t),), [range(2, 13), range(2, 9)]),
 }
+COLUMNS, ROWS = ("*.up.weight", "*.linear1.weight"), ("*.down.weight", "*.linear2.weight")
+"""Weights of the products behind attention, as the models above name them."""
 SPLITS = {"sequence": (1, 1), "space": (2, 1)}
 """Plans whose inputs come split, and at which dim each."""
 PARTS: Mapping[str, Mapping[str, Any]] = {
@@ -134,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
-        "--plan", nargs="+", choices=["free", "DDP", "FSDP", *SPLITS, *PARTS], default=["free"]
+        "--plan", nargs="+", choices=["free", "DDP", "FSDP", "TP", *SPLITS, *PARTS], default=["free"]
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--calls", type=int, default=20, help="sizes, each called twice")
@@ -183,7 +185,7 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
     elif plan in PARTS:
         options |= PARTS[plan]
     elif plan != "free":
-        options["constraints"] = family_constraints(plan, 1)
+        options["constraints"] = family_constraints(plan, 1, columns=COLUMNS, rows=ROWS)
     settings: dict[str, Any] = {"backend": given.backend, "profile": "cpu", "tune": "first", **options}
     model = autoshard.autoshard(copy.deepcopy(alone), mesh, **settings)
     seen: dict[tuple[int, ...], list[tuple[float, Counter[str]]]] = {}

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-import autoshard.verification.simulated_sizes as simulated
-import autoshard.verification.verify_plan as verification
 from autoshard import MeshSpec, find_plan, verify
 from autoshard.global_call import counts_as_in_order, global_call
-from autoshard.verification.simulated_sizes import ALL_SIZES, Runs
+from autoshard.verification.simulated_sizes import ALL_SIZES
 from cost_model.errors import CaptureError
 from passes.canonicalize import canonicalize
 from passes.capture import capture, flatten_call
@@ -23,6 +21,7 @@ from passes.capture.memory_order import arranged, arrangement_of
 from passes.plan.describe import graph_hash
 from tests.capture.running import check, run_eager, run_graph, tensors_of
 from tests.profiles import slow_compute
+from tests.verification.noted_runs import noted_runs
 
 
 class _Written(nn.Module):
@@ -201,15 +200,7 @@ def test_a_program_for_all_sizes_is_made_of_a_call_that_lies_so(
     monkeypatch: pytest.MonkeyPatch, laid: str
 ) -> None:
     """`flatten` of [b, s] is no view there, so the sum is of x as it was, at every size."""
-    by: list[str] = []
-    real = simulated.SimulatedSizes.runs
-
-    def noted(*given: Any) -> Runs:
-        found = real(*given)
-        by.append(found.by)
-        return found
-
-    monkeypatch.setattr(verification.SimulatedSizes, "runs", noted)
+    by = noted_runs(monkeypatch)
     x = torch.randn(6, 4).t() if laid == "turned" else torch.randn(4, 7)[:, :6]
     model = _Written(0, -1)
     plan = find_plan(model, MeshSpec({"dp": 2}), (x,), profile=slow_compute())

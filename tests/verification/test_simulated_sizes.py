@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import autoshard.verification.simulated_sizes as simulated
-import autoshard.verification.verify_plan as verification
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
-from autoshard.verification.simulated_sizes import ALL_SIZES, ALONE, Runs
+from autoshard.verification.simulated_sizes import ALL_SIZES, ALONE
 from benchmarks.fuzz_sizes import checked
 from passes.ir.torch_sizes import evaluation
 from tests.profiles import slow_compute
+from tests.verification.noted_runs import noted_runs
 
 
 @pytest.mark.parametrize("number", [19, *(pytest.param(n, marks=pytest.mark.slow) for n in range(20, 30))])
@@ -55,15 +55,7 @@ class Net(nn.Module):
 def test_a_plan_is_verified_at_other_sizes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mesh: dict[str, int], options: dict[str, Any]
 ) -> None:
-    by: list[str] = []
-    real = simulated.SimulatedSizes.runs
-
-    def noted(*given: Any) -> Runs:
-        found = real(*given)
-        by.append(found.by)
-        return found
-
-    monkeypatch.setattr(verification.SimulatedSizes, "runs", noted)
+    by = noted_runs(monkeypatch)
     model, words = Net().double(), torch.randint(0, 12, (4, 6))
     plan = find_plan(model, MeshSpec(mesh), (words,), profile=slow_compute(), **options)
     sizes = [{"batch": 8}, {"batch": 12}, {"batch": 3, "sequence": 1}]
