@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fnmatch
 import itertools
 import random
 import statistics
@@ -185,7 +186,9 @@ def _rank(rank: int, ranks: int, name: str, plan: str, given: argparse.Namespace
     elif plan in PARTS:
         options |= PARTS[plan]
     elif plan != "free":
-        options["constraints"] = family_constraints(plan, 1, columns=COLUMNS, rows=ROWS)
+        names = [name for name, _ in alone.named_parameters()]
+        pins = family_constraints(plan, 1, columns=COLUMNS, rows=ROWS)
+        options["constraints"] = {pin: how for pin, how in pins.items() if fnmatch.filter(names, pin)}
     settings: dict[str, Any] = {"backend": given.backend, "profile": "cpu", "tune": "first", **options}
     model = autoshard.autoshard(copy.deepcopy(alone), mesh, **settings)
     seen: dict[tuple[int, ...], list[tuple[float, Counter[str]]]] = {}
