@@ -23,7 +23,7 @@ from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
-from passes.capture.memory_order import arranged, arrangement_of
+from passes.capture.memory_order import arranged
 from passes.capture.trees import unflatten
 from passes.ir.routing import Routing
 from passes.ir.size_names import check_size_names, resized_shapes
@@ -125,7 +125,10 @@ class OtherSizes:
         pairs = zip(self.key.tensors, shapes, strict=True)
         tensors = [
             arranged(
-                shape, arrangement_of(tensor.shape, tensor.strides), dtype=tensor.dtype, device="meta"
+                shape,
+                None if isinstance(tensor.lies, tuple) else tensor.lies,
+                dtype=tensor.dtype,
+                device="meta",
             ).requires_grad_(tensor.requires_grad)
             for tensor, shape in pairs
         ]

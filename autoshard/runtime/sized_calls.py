@@ -21,8 +21,6 @@ from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, sized_pro
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
 from passes.capture import Captured, flatten_call
-from passes.capture.call import TensorKey
-from passes.capture.memory_order import arrangement_of
 from passes.ir.size_names import Dim, Shapes, SizeNames
 from passes.ir.sized_graph import SizedJoint, alike
 from passes.ir.torch_sizes import SizesLost
@@ -39,13 +37,8 @@ _ATTEMPTS = 3
 def _kind_of(model: nn.Module, whole: GlobalCall) -> tuple[Hashable, Shapes]:
     """(what calls have in common that differ in sizes alone, their sizes)."""
     _, key = flatten_call(whole.args, whole.kwargs)
-    looks = tuple((len(t.shape), t.dtype, t.requires_grad, t.placements, _lies(t)) for t in key.tensors)
+    looks = tuple((len(t.shape), t.dtype, t.requires_grad, t.placements, t.lies) for t in key.tensors)
     return (Mode(model).key(), key.tree, looks), [t.shape for t in key.tensors]
-
-
-def _lies(tensor: TensorKey) -> Hashable:
-    """How a tensor lies in memory, whatever its sizes; where elements overlap, all its strides."""
-    return arrangement_of(tensor.shape, tensor.strides) or tensor.strides
 
 
 @dataclass

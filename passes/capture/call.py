@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from passes.capture.memory_order import strided, strides_of
+from passes.capture.memory_order import Lies, laid, lies_as
 from passes.capture.places import Place
 from passes.capture.provenance import check_dense, is_dense
 from passes.capture.questions import Check
@@ -93,20 +93,18 @@ def put_tensors(tree: Tree, value: Any, new: Mapping[int, Any]) -> None:
 @dataclass(frozen=True)
 class TensorKey:
     """What of an input tensor a graph depends on; its device is not: the graph runs on the mesh's, and CPU tensors
-    are moved there. placements: of a DTensor, whose shape is global. strides: None where they follow from the shape."""
+    are moved there. placements: of a DTensor, whose shape is global. lies: in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     placements: tuple[Hashable, ...]
-    strides: tuple[int, ...] | None = None
+    lies: Lies = None
 
     @staticmethod
     def of(tensor: Tensor) -> TensorKey:
         placements = tuple(getattr(tensor, "placements", ()))
-        return TensorKey(
-            tuple(tensor.shape), tensor.dtype, tensor.requires_grad, placements, strides_of(tensor)
-        )
+        return TensorKey(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, placements, lies_as(tensor))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -133,7 +131,7 @@ class CallKey:
     @cached_property
     def in_order(self) -> CallKey:
         """As if all tensors were contiguous."""
-        return CallKey(self.tree, tuple(replace(tensor, strides=None) for tensor in self.tensors))
+        return CallKey(self.tree, tuple(replace(tensor, lies=None) for tensor in self.tensors))
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
@@ -144,9 +142,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
         set(map(id, values))
     ) == len(values):
         # The usual call, of tensors alone: its key is made once.
-        looks = tuple(
-            [(value.shape, value.dtype, value.requires_grad, strides_of(value)) for value in values]
-        )
+        looks = tuple([(value.shape, value.dtype, value.requires_grad, lies_as(value)) for value in values])
         return list(values), _key_of_tensors(looks, tuple(kwargs))
     return _flattened(args, kwargs)
 
@@ -161,11 +157,11 @@ def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[T
 
 @lru_cache(maxsize=256)
 def _key_of_tensors(
-    looks: tuple[tuple[torch.Size, torch.dtype, bool, tuple[int, ...] | None], ...], names: tuple[str, ...]
+    looks: tuple[tuple[torch.Size, torch.dtype, bool, Lies], ...], names: tuple[str, ...]
 ) -> CallKey:
     like = [
-        strided(shape, strides, dtype=dtype, device="meta", requires_grad=grad)
-        for shape, dtype, grad, strides in looks
+        laid(shape, lies, dtype=dtype, device="meta").requires_grad_(grad)
+        for shape, dtype, grad, lies in looks
     ]
     count = len(like) - len(names)
     return _flattened(tuple(like[:count]), dict(zip(names, like[count:], strict=True)))[1]

@@ -50,7 +50,8 @@ def arrangement_of(sizes: Sequence[int], strides: Sequence[int] | None) -> Arran
     """None where strides follow from the sizes, and where elements overlap in another way than `expand`'s."""
     if strides is None:
         return None
-    order, gaps = by_stride(sizes, strides), set[int]()
+    order = sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d] if sizes[d] > 1 else 0))
+    gaps = set[int]()
     repeated = {dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1}
     run = reach = 1
     for dim in reversed([dim for dim in order if sizes[dim] > 1 and dim not in repeated]):
@@ -60,6 +61,20 @@ def arrangement_of(sizes: Sequence[int], strides: Sequence[int] | None) -> Arran
             gaps.add(dim)
         run, reach = strides[dim] * sizes[dim], strides[dim] * (sizes[dim] - 1) + reach
     return Arrangement(tuple(order), frozenset(gaps), frozenset(repeated))
+
+
+Lies = Arrangement | tuple[int, ...] | None
+"""How a tensor lies in memory: None where its shape says it, strides where elements overlap."""
+
+
+def lies_as(tensor: Tensor) -> Lies:
+    strides = strides_of(tensor)
+    return arrangement_of(tensor.shape, strides) or strides
+
+
+def laid(shape: Sequence[int], lies: Lies, **how: Any) -> Tensor:
+    """`torch.empty(shape, **how)` that lies so."""
+    return strided(shape, lies, **how) if isinstance(lies, tuple) else arranged(shape, lies, **how)
 
 
 def strided(shape: Sequence[int], strides: Sequence[int] | None, **how: Any) -> Tensor:
