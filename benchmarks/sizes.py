@@ -2,7 +2,7 @@
 
     python -m benchmarks.sizes --model unet --plan FSDP --ranks 2 3 --calls 20 [--dynamic batch height width]
 
-A small model in float64 is called with sizes drawn by number, each twice in random order, forward and backward. Prints
+A small model in float64 is called with sizes drawn by number, each `--repeats` times in random order, both ways. Prints
 Markdown: captures, calls that were planned by a search (the first is), programs in symbols, the median last call, what
 a size's first call takes above its last, at the median and at worst (calls that capture left out), calls that lowered a
 program of their own, and how far losses and gradients are from one process's, as a share of the largest.
@@ -140,8 +140,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "--plan", nargs="+", choices=["free", "DDP", "FSDP", "TP", *SPLITS, *PARTS], default=["free"]
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
-    parser.add_argument("--calls", type=int, default=20, help="sizes, each called twice")
-    parser.add_argument("--repeats", type=int, default=2, help="how often; with inductor the third compiles")
+    parser.add_argument("--calls", type=int, default=20, help="sizes, each called `--repeats` times")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="calls of a size; with inductor the third compiles"
+    )
     parser.add_argument("--backend", choices=["eager", "inductor"], default="eager")
     parser.add_argument("--dynamic", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)

@@ -23,7 +23,7 @@ from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
-from passes.capture.memory_order import arranged
+from passes.capture.memory_order import laid
 from passes.capture.trees import unflatten
 from passes.ir.routing import Routing
 from passes.ir.size_names import check_size_names, resized_shapes
@@ -124,13 +124,9 @@ class OtherSizes:
     def _capture(self, shapes: Shapes) -> Captured:
         pairs = zip(self.key.tensors, shapes, strict=True)
         tensors = [
-            arranged(
-                shape,
-                None if isinstance(tensor.lies, tuple) else tensor.lies,
-                dtype=tensor.dtype,
-                device="meta",
-            ).requires_grad_(tensor.requires_grad)
+            laid(shape, lies, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
             for tensor, shape in pairs
+            for lies in [None if isinstance(tensor.lies, tuple) else tensor.lies]  # strides are of one size
         ]
         args, kwargs = unflatten(self.key.tree, tensors)
         return self.capture(self.model, args, kwargs)

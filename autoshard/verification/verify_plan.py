@@ -30,7 +30,7 @@ from autoshard.verification.simulated_step import (
 )
 from cost_model.errors import PlanError, checked_count
 from passes.capture import Captured, flatten_call
-from passes.capture.memory_order import arrangement_of, rearranged, strides_of
+from passes.capture.memory_order import lies_as, relaid
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.operator_calls import GroupedAsCaptured
 from passes.capture.trees import unflatten
@@ -163,8 +163,7 @@ def _drawn(like: torch.Tensor, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Of its values, and lying in memory as it does."""
     places = torch.randint(max(like.numel(), 1), tuple(shape), generator=torch.Generator().manual_seed(seed))
     drawn = like.detach().flatten()[places.to(like.device)]
-    found = arrangement_of(like.shape, strides_of(like))
-    return rearranged(drawn, found).requires_grad_(like.requires_grad)
+    return relaid(drawn, lies_as(like)).requires_grad_(like.requires_grad)
 
 
 def _captured(

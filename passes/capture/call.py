@@ -131,6 +131,8 @@ class CallKey:
     @cached_property
     def in_order(self) -> CallKey:
         """As if all tensors were contiguous."""
+        if all(tensor.lies is None for tensor in self.tensors):
+            return self
         return CallKey(self.tree, tuple(replace(tensor, lies=None) for tensor in self.tensors))
 
 

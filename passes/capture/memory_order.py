@@ -29,11 +29,6 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """None where they follow from the shape."""
-    return None if tensor.is_contiguous() else tensor.stride()
-
-
 @dataclass(frozen=True)
 class Arrangement:
     """How a tensor lies in memory, whatever its sizes.
@@ -46,10 +41,22 @@ class Arrangement:
     repeated: frozenset[int]
 
 
-def arrangement_of(sizes: Sequence[int], strides: Sequence[int] | None) -> Arrangement | None:
-    """None where strides follow from the sizes, and where elements overlap in another way than `expand`'s."""
-    if strides is None:
-        return None
+Lies = Arrangement | tuple[int, ...] | None
+"""How a tensor lies in memory: None where its shape says it, strides where elements overlap."""
+
+
+def lies_as(tensor: Tensor) -> Lies:
+    strides = strides_of(tensor)
+    return None if strides is None else _arrangement(tensor.shape, strides) or strides
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """None where they follow from the shape."""
+    return None if tensor.is_contiguous() else tensor.stride()
+
+
+def _arrangement(sizes: Sequence[int], strides: Sequence[int]) -> Arrangement | None:
+    """None where elements overlap in another way than `expand`'s."""
     order = sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d] if sizes[d] > 1 else 0))
     gaps = set[int]()
     repeated = {dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1}
@@ -63,52 +70,31 @@ def arrangement_of(sizes: Sequence[int], strides: Sequence[int] | None) -> Arran
     return Arrangement(tuple(order), frozenset(gaps), frozenset(repeated))
 
 
-Lies = Arrangement | tuple[int, ...] | None
-"""How a tensor lies in memory: None where its shape says it, strides where elements overlap."""
-
-
-def lies_as(tensor: Tensor) -> Lies:
-    strides = strides_of(tensor)
-    return arrangement_of(tensor.shape, strides) or strides
-
-
-def laid(shape: Sequence[int], lies: Lies, **how: Any) -> Tensor:
+def laid(shape: Sequence[Any], lies: Lies, **how: Any) -> Tensor:
     """`torch.empty(shape, **how)` that lies so."""
-    return strided(shape, lies, **how) if isinstance(lies, tuple) else arranged(shape, lies, **how)
-
-
-def strided(shape: Sequence[int], strides: Sequence[int] | None, **how: Any) -> Tensor:
-    """`torch.empty(shape, **how)` with these strides. None: those that follow from the shape."""
-    return (
-        torch.empty(tuple(shape), **how)
-        if strides is None
-        else torch.empty_strided(tuple(shape), strides, **how)
-    )
-
-
-def arranged(shape: Sequence[Any], arrangement: Arrangement | None, **how: Any) -> Tensor:
-    """`torch.empty(shape, **how)` so arranged. None: as its shape says."""
-    if arrangement is None:
+    if isinstance(lies, tuple):
+        return torch.empty_strided(tuple(shape), lies, **how)
+    if lies is None:
         return torch.empty(tuple(shape), **how)
     sizes, places = list[Any](), list[int]()
-    for dim in arrangement.order:
+    for dim in lies.order:
         places.append(len(sizes))
-        sizes.append(1 if dim in arrangement.repeated else shape[dim])
-        if dim in arrangement.gaps:
+        sizes.append(1 if dim in lies.repeated else shape[dim])
+        if dim in lies.gaps:
             sizes.append(2)
     whole = torch.empty(sizes, **how)
     for place in reversed([at for at in range(len(sizes)) if at not in places]):
         whole = whole.select(place, 0)
-    return whole.permute(inverse(arrangement.order)).expand(tuple(shape))
+    return whole.permute(inverse(lies.order)).expand(tuple(shape))
 
 
-def rearranged(x: Tensor, arrangement: Arrangement | None) -> Tensor:
-    """`x`, so arranged; of elements that share a place there, the first."""
-    if arrangement is None:
+def relaid(x: Tensor, lies: Lies) -> Tensor:
+    """`x`, lying so; of elements that share a place there, the first. As it is where elements overlap."""
+    if not isinstance(lies, Arrangement):
         return x
-    made = arranged(x.shape, arrangement, dtype=x.dtype, device=x.device)
+    made = laid(x.shape, lies, dtype=x.dtype, device=x.device)
     place = made
-    for dim in arrangement.repeated:
+    for dim in lies.repeated:
         place, x = place.narrow(dim, 0, 1), x.narrow(dim, 0, 1)
     place.copy_(x)
     return made

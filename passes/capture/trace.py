@@ -17,7 +17,7 @@ from passes.capture.answers import traced_with_answers
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
 from passes.capture.known_values import History
-from passes.capture.memory_order import arranged, arrangement_of, strided, strides_of
+from passes.capture.memory_order import laid, lies_as, strides_of
 from passes.capture.model_state import Slot, held_tensors_kept, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
@@ -232,7 +232,6 @@ _REFUSED_WRITES = {getattr(packet, name): _refuse_write for packet in _PACKETS f
 def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
     """Fakes that no longer know the real tensors, so that those can be swapped later. A call's lie in memory as its
     tensors do; parameters and buffers are contiguous."""
-    real = [*(slot.tensor for slot in program.slots), *program.inputs]
     makers = [partial(_fake, slot.tensor, None) for slot in program.slots]
     if (sizes := program.sizes) is not None:
         if history is not None:
@@ -243,22 +242,19 @@ def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
     if history is None:
         return fake_tensors(makers)
     fakes = fake_tensors(makers, history.note)
-    history.begin(fakes, real)
+    history.begin(fakes, [*(slot.tensor for slot in program.slots), *program.inputs])
     return fakes
 
 
 def _fake(real: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    return strided(real.shape, strides, dtype=real.dtype, device=CPU).requires_grad_(real.requires_grad)
+    return laid(real.shape, strides, dtype=real.dtype, device=CPU).requires_grad_(real.requires_grad)
 
 
 def _sized(real: Tensor, shape: Sequence[Any]) -> Tensor:
-    strides = strides_of(real)
-    found = arrangement_of(real.shape, strides)
-    if strides is not None and found is None:
-        raise SizesLost(
-            f"elements of an input of sizes {list(real.shape)} and strides {list(strides)} overlap"
-        )
-    return arranged(shape, found, dtype=real.dtype, device=CPU).requires_grad_(real.requires_grad)
+    lies = lies_as(real)
+    if isinstance(lies, tuple):
+        raise SizesLost(f"elements of an input of sizes {list(real.shape)} and strides {list(lies)} overlap")
+    return laid(shape, lies, dtype=real.dtype, device=CPU).requires_grad_(real.requires_grad)
 
 
 @contextmanager
