@@ -29,6 +29,10 @@ AGAIN: Mapping[str, str] = {"none": "", "full": "blocks again", "selective": "op
 """What was computed again, in words."""
 HBM2E, HBM3 = 2.4e12, 3.35e12
 """Bytes a second that the makers state: of torchtitan's H100 and of the profile's."""
+AT_500_WATTS, AT_700_WATTS = 585e12, 755e12
+"""Operations a second of products of 8192^3 in bfloat16, held, by the power that a GPU is given: torchtitan's H100 has
+500 W, the profile's 700. [pytorch/FBGEMM pull request 2546, "H100 500W"; stas00/ml-engineering, compute/accelerator,
+an H200, whose cores are the same]"""
 TRITON_FORWARD, TRITON_BACKWARD = 1.4, 2.0
 """Times as long as FlashAttention-2, which the profiles have, took FlashAttention in Triton. [Dao 2023,
 FlashAttention-2, section 4.1, on an A100: "around 1.3-1.5x faster than FlashAttention in Triton in the forward pass
@@ -104,12 +108,17 @@ def missing(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def gpu_profile(gpu: str) -> Profile:
-    """The shipped one of a GPU, whose memory is as fast as it is said."""
+    """The shipped one of a GPU, whose memory is as fast as it is said, and products as its power allows."""
     profile = Profile.named(PROFILES[gpu])
     if gpu != "h100_96gb":
         return profile
-    bandwidth = profile.device.memory_bytes_per_second * HBM2E / HBM3
-    return replace(profile, device=replace(profile.device, memory_bytes_per_second=bandwidth))
+    device, pace = profile.device, AT_700_WATTS / AT_500_WATTS
+    slower = {
+        name: tuple(paced_rates(rates, pace) for rates in getattr(device, name))
+        for name in ("matmul", "attention")
+    }
+    bandwidth = device.memory_bytes_per_second * HBM2E / HBM3
+    return replace(profile, device=replace(device, memory_bytes_per_second=bandwidth, **slower))
 
 
 def profile_of(row: Row) -> Profile:

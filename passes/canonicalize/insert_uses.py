@@ -29,8 +29,9 @@ _MASKS = {
 }
 """Attention -> the position of its mask. Behind it come, at the end, is_causal and scale."""
 
-_LARGEST = 2**22
-"""Elements of a tensor that is computed here at once. Of a larger one a block of queries after the other is."""
+_LARGEST, _LARGEST_WHOLE = 2**22, 2**26
+"""Elements of a tensor that is computed here at once; of a larger one a block of queries after the other is, where it
+is pointwise. What finds packed sequences by their positions is not, and has a number for each token of the batch."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,11 @@ def _window_at(ordered: Sequence[fx.Node], mask: fx.Node, sizes: Sequence[tuple[
     """`_window_of` at these sizes. ordered: what `mask` is computed by."""
     shapes = {node: with_sizes(tuple(node_value(node).shape), sizes) for node in ordered}
     queries, keys = shapes[mask][-2:]
-    large = [node for node in ordered if math.prod(shapes[node]) > _LARGEST]
-    if not all(is_pointwise(node) or is_use(node) for node in large):
+    counts = {node: math.prod(shapes[node]) for node in ordered}
+    whole = max((counts[node] for node in ordered if not is_pointwise(node) and not is_use(node)), default=0)
+    if whole > _LARGEST_WHOLE:
         return None
+    large = [node for node in ordered if counts[node] > max(_LARGEST, whole)]
     with torch.no_grad():
         small = computed([node for node in ordered if node not in large], {}, sizes)
         step = max(1, _LARGEST // (4 * keys)) if large else queries  # what fits in a processor's cache

@@ -52,6 +52,14 @@ def near(window: int, samples: int = 1) -> Tensor:
     return (j <= i) & (i - j < window)
 
 
+def in_documents(first: int) -> Tensor:
+    """Of two samples, in which a document begins at key `first`, as transformers finds it by positions."""
+    positions = torch.cat([torch.arange(first), torch.arange(6 - first)]).expand(2, 6)
+    steps = torch.cat([positions[:, :1] - 1, positions], 1)
+    documents = (steps[:, 1:] - steps[:, :-1] != 1).cumsum(1)
+    return seen(2) & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
 CAUSAL: dict[str, Mask] = {
     "bool": lambda x: seen(),
     "of every sample": lambda x: seen(2),
@@ -59,6 +67,7 @@ CAUSAL: dict[str, Mask] = {
     "additive": lambda x: added(seen(), -torch.inf),
     "additive, of the least number": lambda x: added(seen(), MIN),
     "a window of all": lambda x: near(6),
+    "of one document": lambda x: in_documents(6),
 }
 WINDOWS: dict[str, tuple[Mask, int]] = {
     "a window": (lambda x: seen() & (queries_and_keys()[1] > queries_and_keys()[0] - 3), 3),
@@ -81,6 +90,7 @@ OTHER: dict[str, Mask] = {
     "a bias besides": lambda x: added(seen(), -torch.inf, 0.5),
     "little": lambda x: added(seen(), -1e30),
     "of keys": lambda x: queries_and_keys()[1] < 3,
+    "of two documents": lambda x: in_documents(2),
 }
 
 
@@ -96,6 +106,14 @@ def test_only_causal_masks_and_windows_are_marked(
     }
     mask, window = {**plain, **WINDOWS}[name]
     assert marks(mask) == [window] * 2
+
+
+def test_what_is_not_pointwise_is_computed_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions and the one before them have 14 elements."""
+    monkeypatch.setattr(insert_uses, "_LARGEST", 12)
+    for most, found in ((13, None), (14, 0)):
+        monkeypatch.setattr(insert_uses, "_LARGEST_WHOLE", most)
+        assert marks(lambda x: in_documents(6)) == [found] * 2
 
 
 def test_fewer_queries_are_aligned_at_the_top_left() -> None:

@@ -68,12 +68,19 @@ def test_the_others_say_why_not() -> None:
     assert list(lines([unknown, policy], None, ())) == []
 
 
-def test_memory_of_another_gpu() -> None:
-    """torchtitan's H100 states 2.4 TB/s, the profile's 3.35."""
-    plain = Profile.named("h100").device
+def test_another_gpu() -> None:
+    """torchtitan's H100 has 2.4 TB/s, the profile's 3.35; at 500 W products reach 585 Tflop/s, at 700 755."""
+    plain, other = Profile.named("h100").device, profile_of(LLAMA).device
     assert profile_of(SMALL).device == plain
-    assert profile_of(LLAMA).device == replace(
-        plain, memory_bytes_per_second=plain.memory_bytes_per_second * 2.4e12 / 3.35e12
+    assert other.memory_bytes_per_second == plain.memory_bytes_per_second * 2.4e12 / 3.35e12
+    for name in ("matmul", "attention"):
+        for rates, fewer in zip(getattr(plain, name), getattr(other, name), strict=True):
+            assert fewer.flops_per_second == pytest.approx(
+                [rate * 585 / 755 for rate in rates.flops_per_second]
+            )
+            assert (fewer.dtype, fewer.flops) == (rates.dtype, rates.flops)
+    assert replace(other, memory_bytes_per_second=0.0, matmul=(), attention=()) == replace(
+        plain, memory_bytes_per_second=0.0, matmul=(), attention=()
     )
 
 
