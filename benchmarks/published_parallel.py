@@ -31,7 +31,8 @@ from autoshard.cli import main
 from autoshard.planner.configuration import RECOMPUTE, Configuration
 from autoshard.planner.meta_models import MetaModel
 from autoshard.planner.priced_runs import Machine, Run, configured_run
-from benchmarks.published_rows import Row, gpu_profile, read_rows, run_name
+from benchmarks.published_rows import CUDNN, Row, attending, gpu_profile, read_rows, run_name
+from cost_model.profile import Profile
 
 __all__ = ["ROWS", "ParallelRow", "parallel_rows"]
 
@@ -47,6 +48,9 @@ _FILES = {
     "mpt-3b.yaml": "MPT-3B; dp=128",
 }
 """Of every file the row's model and how it ran."""
+WITH_TRANSFORMER_ENGINE = ("NVIDIA", "yanring/Megatron")
+"""How sources begin whose runs attend by Transformer Engine, which takes cuDNN's attention on Hopper. [NVIDIA/NeMo pull
+request 9188: "prefers cuDNN flash attention on Hopper+"; NVIDIA-NeMo/Automodel, docs/performance-summary.mdx: "TE"]"""
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,18 @@ class ParallelRow:
         depth = {} if self.layers is None else {"num_hidden_layers": self.layers}
         return _models()[self.model.replace("-3.1-", "-3-")] | depth
 
+    @property
+    def profile(self) -> Profile:
+        """The shipped one of its GPU, with the attention that it ran."""
+        return attending(
+            gpu_profile(self.gpu), CUDNN if self.source.startswith(WITH_TRANSFORMER_ENGINE) else 1.0
+        )
+
     @mock.patch("time.monotonic", time.process_time)
     def predicted(self, seconds: float) -> Run:
         """A step as it ran. seconds: of processor time for each search."""
         model = MetaModel.of(self.transformers, torch.bfloat16)
-        machine = Machine(gpu_profile(self.gpu), "cuda", None, "adamw, fp32 master", seconds)
+        machine = Machine(self.profile, "cuda", None, "adamw, fp32 master", seconds)
         one = self.configuration
         return configured_run(model, one, one.batch, one.sequence, machine)
 
@@ -210,7 +221,7 @@ class Configured:
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed):
             model, profile = Path(folder) / "config.json", Path(folder) / "profile.json"
             model.write_text(json.dumps(row.transformers), encoding="utf-8")
-            gpu_profile(row.gpu).save(profile)
+            row.profile.save(profile)
             options = {
                 self.framework: self.given,
                 "hf": model,

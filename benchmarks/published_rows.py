@@ -12,7 +12,18 @@ from benchmarks.llama3 import LLAMAS
 from benchmarks.mpt import SIZES
 from cost_model.correction import paced_rates
 
-__all__ = ["AGAIN", "ROWS", "Row", "gpu_profile", "missing", "profile_of", "read_rows", "run_name"]
+__all__ = [
+    "AGAIN",
+    "CUDNN",
+    "ROWS",
+    "Row",
+    "attending",
+    "gpu_profile",
+    "missing",
+    "profile_of",
+    "read_rows",
+    "run_name",
+]
 
 ROWS = (
     Path(__file__).parent / "published" / "mpt.csv",
@@ -37,6 +48,11 @@ TRITON_FORWARD, TRITON_BACKWARD = 1.4, 2.0
 """Times as long as FlashAttention-2, which the profiles have, took FlashAttention in Triton. [Dao 2023,
 FlashAttention-2, section 4.1, on an A100: "around 1.3-1.5x faster than FlashAttention in Triton in the forward pass
 and around 2x faster in the backward pass"]"""
+
+
+CUDNN = 1 / 1.7
+"""Times as long as FlashAttention-2 takes cuDNN's attention on Hopper, at most: "1.7-2.3x faster for training shapes".
+[huggingface/transformers pull request 48163]"""
 
 
 @dataclass(frozen=True)
@@ -123,12 +139,14 @@ def gpu_profile(gpu: str) -> Profile:
 
 def profile_of(row: Row) -> Profile:
     """The shipped one of its GPU, with attention as slow as the row says."""
-    profile = gpu_profile(row.gpu)
-    if not row.triton:
-        return profile
-    pace, device = _triton_pace(row), profile.device
-    slow = tuple(paced_rates(rates, pace) for rates in device.attention)
-    return replace(profile, device=replace(device, attention=slow))
+    return attending(gpu_profile(row.gpu), _triton_pace(row) if row.triton else 1.0)
+
+
+def attending(profile: Profile, pace: float) -> Profile:
+    """With attention that takes `pace` times as long."""
+    device = profile.device
+    rates = tuple(paced_rates(rates, pace) for rates in device.attention)
+    return replace(profile, device=replace(device, attention=rates))
 
 
 def _triton_pace(row: Row) -> float:

@@ -131,7 +131,7 @@ class StageCutter:
         if is_view(node):
             return 0.0
         prices = self.task.prices
-        work = local_work(node, prices.traffic(node))
+        work = local_work(node, prices.flow(node))
         share = replace(
             work,
             flops=work.flops / self.ranks,

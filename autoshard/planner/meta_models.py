@@ -120,7 +120,7 @@ class MetaModel:
                 config.layer_types = config.layer_types[:layers]
             config.num_hidden_layers = layers
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+            return AutoModelForCausalLM.from_config(config, dtype=self.dtype)
 
     def recomputes(self, recompute: Recompute) -> bool:
         """Whether it can be told to."""

@@ -167,14 +167,11 @@ def map_operands(node: fx.Node, new: Sequence[Any]) -> tuple[tuple[Any, ...], di
 
 
 # These two are most of what planning asks of a graph; torch's pytree does the same ten times slower.
-def _collect(argument: Any, found: list[fx.Node]) -> None:
-    if isinstance(argument, fx.Node):
-        found.append(argument)
-    elif isinstance(argument, (tuple, list)):
-        for item in argument:
-            _collect(item, found)
-    elif isinstance(argument, dict):
-        for item in argument.values():
+def _collect(nested: Any, found: list[fx.Node]) -> None:
+    for item in nested.values() if isinstance(nested, dict) else nested:
+        if isinstance(item, fx.Node):
+            found.append(item)
+        elif isinstance(item, _NESTED):
             _collect(item, found)
 
 

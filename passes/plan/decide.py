@@ -133,7 +133,7 @@ class _Writer:
         }
         found = dict(alone)
         for node in ops:
-            if alone[node.name] != "modelled" and prices.traffic(node).group:
+            if alone[node.name] != "modelled" and prices.flow(node).group:
                 group = fused_group(node)
                 found |= {} if group is None else {inner.name: alone[node.name] for inner in group.inner}
         return found

@@ -104,7 +104,7 @@ class OfferedStates:
         if pinned is not None:
             levels = iter([Offers(compute_again(usual, pinned), {}, frozenset(), tuple(pinned))])
         else:
-            levels = (offered(usual, kept, prices.traffic) for kept in _coarser(places(usual)))
+            levels = (offered(usual, kept, prices.flow) for kept in _coarser(places(usual)))
         overlaps = overlaps or first_overlaps(prices.overlap_efficiency)
         return cls(prices, boundary, narrowing, levels, overlaps)
 

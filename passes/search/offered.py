@@ -218,7 +218,7 @@ class _OfferBuilder(LimitedBuilder):
 
     def _storing(self, node: fx.Node) -> np.ndarray | None:
         """Seconds more of `node` per strategy if its result is stored; None: it is in any case."""
-        flow = self.prices.traffic(node)
+        flow = self.prices.flow(node)
         if flow.writes:
             return None
         strategies, stored = self.options[self.index[node]].strategies, OpTraffic(flow.reads, writes=True)

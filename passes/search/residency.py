@@ -65,7 +65,7 @@ class Residency:
         strategies: Sequence[tuple[NodeLayouts, ...]],
         prices: Prices,
     ) -> Residency:
-        traffic, optimizer = prices.traffic, prices.optimizer
+        traffic, optimizer = prices.flow, prices.optimizer
         order = {node: step for step, node in enumerate(joint.graph.nodes)}
         end = len(order)
         first = next((step for node, step in order.items() if _in_piece(node)), 0)

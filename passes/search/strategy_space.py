@@ -201,7 +201,7 @@ class SpaceBuilder:
 
     def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> Option:
         """kept: factors not to be split, though the op's rule would allow it."""
-        flow = self.prices.traffic(node)
+        flow = self.prices.flow(node)
         look = class_key(node), self.prices.orders(node)
         key = (look, flow, any_order, kept, tuple(wider.items()), repeats(node))
         return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))

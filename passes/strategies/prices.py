@@ -181,6 +181,7 @@ class Prices:
     links: MeshSpec | None = None  # where the ranks sit, if `mesh` is one stage of a larger mesh
     shares_memory: Callable[[tuple[str, ...]], bool] = lambda axes: False  # whether groups along axes do
     moved_nbytes: float = math.inf  # that transfers may hold at once, where memory is short
+    flows: dict[fx.Node, OpTraffic] = field(default_factory=dict, repr=False, compare=False)
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -212,6 +213,12 @@ class Prices:
     def hidden_share(self, kind: str, axes: tuple[str, ...]) -> float:
         """`overlap_efficiency` beside a collective: nothing hides behind one that is waited for where it starts."""
         return 0.0 if kind in MEMORY_KINDS and self.shares_memory(axes) else self.overlap_efficiency
+
+    def flow(self, node: fx.Node) -> OpTraffic:
+        """`traffic` of an op of a global graph, which nothing changes once it is priced."""
+        if node not in self.flows:
+            self.flows[node] = self.traffic(node)
+        return self.flows[node]
 
     def strategy_seconds(
         self, node: fx.Node, rule: OpRule, strategies: Sequence[NodeLayouts], flow: OpTraffic
@@ -270,7 +277,7 @@ class Prices:
         return seconds
 
     def _op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
-        rule, flow = rule_for(node), self.traffic(node)
+        rule, flow = rule_for(node), self.flow(node)
         key = (id(layouts), id(rule), flow, op_signature(node), self.orders(node))
         if key not in self.known:
             (found,) = self.strategy_seconds(node, rule, [layouts], flow)
@@ -283,7 +290,7 @@ class Prices:
 
     def op_priced(self, node: fx.Node, layouts: NodeLayouts) -> Priced:
         """Where `op_seconds` comes from."""
-        return strategy_priced(node, layouts, self.traffic(node), self.mesh, self.compute)
+        return strategy_priced(node, layouts, self.flow(node), self.mesh, self.compute)
 
     def collective_priced(self, kind: str | None, axes: tuple[str, ...], nbytes: int) -> Priced:
         """Where the price of a collective comes from; without a kind nothing moves."""

@@ -206,6 +206,13 @@ def test_two_depths_tell_of_all(recompute: str) -> None:
     assert run.flops == pytest.approx(whole.flops)
 
 
+@pytest.mark.parametrize("kind, attends", [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_models_attend_as_transformers_has_them_attend(kind: str, attends: str) -> None:
+    """The logits of Gemma 2 are capped, those of gpt-oss have sinks: torch has no such attention."""
+    model, _, _ = MetaModel.of({**LLAMA, "model_type": kind}, torch.bfloat16).call(2, 8, "none", 1)
+    assert model.config._attn_implementation == attends
+
+
 class Blocks(nn.Sequential):
     """Eight that are alike, and a loss."""
 
