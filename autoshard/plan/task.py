@@ -65,7 +65,7 @@ from passes.strategies.prices import Prices
 _log = logging.getLogger("autoshard")
 
 _AT_ONCE, _FIRST_PLAN = (SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)), 20.0
-"""Where no plan was found in time: searches of a first one, and seconds for each, at most."""
+"""Where no plan was found in time: searches of a first one, of one axis both alike, and seconds for each, at most."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def search_plans(
     except (InfeasibleError, OutOfTime) as error:
         late = until.left <= 0.0
         reason = None if isinstance(error, OutOfTime) or (best.judged and late) else error
-        for at_once in _AT_ONCE if late or reason is None else ():
+        for at_once in _AT_ONCE[-len(task.mesh.real_axes()) :] if late or reason is None else ():
             if best.found is None:
                 with suppress(InfeasibleError, OutOfTime):
                     limited(at_once).found(task.memory_limit, Deadline.after(_FIRST_PLAN, best).as_part)

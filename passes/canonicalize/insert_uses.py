@@ -29,7 +29,7 @@ _MASKS = {
 }
 """Attention -> the position of its mask. Behind it come, at the end, is_causal and scale."""
 
-_LARGEST, _LARGEST_WHOLE = 2**22, 2**26
+_LARGEST, _LARGEST_WHOLE = 2**22, 2**25
 """Elements of a tensor that is computed here at once; of a larger one a block of queries after the other is, where it
 is pointwise. What finds packed sequences by their positions is not, and has a number for each token of the batch."""
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard import Answer, MeshSpec, Plan, Profile, ShardingError, find_plan, verify
+from autoshard import Answer, InfeasibleError, MeshSpec, Plan, Profile, ShardingError, find_plan, verify
+from autoshard.plan.search_with_states import StatesWithin
+from cost_model.deadline import OutOfTime
 from tests.profiles import slow_compute
 
 MESH = MeshSpec({"dp": 2, "tp": 2})
@@ -104,6 +106,23 @@ def test_without_time_there_is_a_plan_that_is_right(options: dict[str, Any]) -> 
     plan = find_plan(model, MESH, (x,), time_limit=1e-9, **given, **options)
     assert verify(model, plan, (x,)).max_error < 1e-12
     assert plan.memory_limit is None or plan.peak_memory <= plan.memory_limit
+
+
+@pytest.mark.parametrize("mesh, searches", [({"dp": 4}, 2), ({"dp": 4, "tp": 1}, 2), ({"dp": 2, "tp": 2}, 3)])
+def test_a_first_plan_is_searched_once_on_one_axis(
+    mesh: dict[str, int], searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the search whose time is over: with axes used together, and each on its own."""
+    late: list[object] = []
+
+    def found(*given: object) -> None:
+        late.append(given)
+        raise OutOfTime
+
+    monkeypatch.setattr(StatesWithin, "found", found)
+    with pytest.raises(InfeasibleError, match="time_limit"):
+        find_plan(layers(), MeshSpec(mesh), (torch.randn(64, 32),), profile="cpu", time_limit=1e-9)
+    assert len(late) == searches
 
 
 def test_where_every_op_takes_its_launch_latency_decides() -> None:
