@@ -16,61 +16,40 @@ model in one process. Each model has a process of its own and a limit of time. E
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from autoshard import MeshSpec, Plan, Profile, autoshard, find_plan, verify
+from autoshard import MeshSpec, Plan, find_plan, verify
 from benchmarks.zoo_models import ROWS
 from benchmarks.zoo_models.page import figures_page, keep, models_page, read
-from benchmarks.zoo_models.row import ALONE, AS_ONE, CRASH, HOLDS, LATE, NAMED, RAW, WRONG, Call, Outcome, Row
-from cost_model.errors import AutoshardError
-from passes.capture.operator_calls import GroupedAsCaptured
+from benchmarks.zoo_models.prices import LIMIT, prices
+from benchmarks.zoo_models.row import (
+    ALONE,
+    CRASH,
+    HOLDS,
+    LATE,
+    NAMED,
+    RAW,
+    WRONG,
+    Outcome,
+    Row,
+    state_of,
+    words_of,
+)
+from benchmarks.zoo_models.training import RATE, Training, trained
 
 MESH = MeshSpec({"x": 2, "y": 2})
-RATE, SLOWER, LIMIT = 0.05, 100.0, 20.0
-"""Of learning; how much slower kernels are; seconds of a search."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """On ranks. mesh: its sizes. close: how far apart losses may be, relative."""
-
-    mesh: tuple[int, ...] = (2,)
-    steps: int = 3
-    close: float = 1e-5
-
-
-@cache
-def prices() -> Profile:
-    """The nominal CPU with kernels that are slower and a network that starts at once."""
-    cpu = Profile.named("cpu")
-    slower = lambda rate: replace(rate, flops_per_second=tuple(one / SLOWER for one in rate.flops_per_second))
-    device = replace(
-        cpu.device,
-        launch_seconds=1e-9,
-        memory_bytes_per_second=cpu.device.memory_bytes_per_second / SLOWER,
-        matmul=tuple(map(slower, cpu.device.matmul)),
-    )
-    links = tuple(replace(link, latency_seconds=1e-6) for link in cpu.links)
-    return replace(cpu, name="slow kernels", device=device, links=links, collective_launch_seconds=1e-6)
 
 
 def examined(row: Row, training: Training | None = None) -> Outcome:
@@ -79,13 +58,13 @@ def examined(row: Row, training: Training | None = None) -> Outcome:
     try:
         model, call = row.made()
     except Exception as error:
-        return Outcome(row.name, row.kind, RAW, note=f"cannot be made: {_words(error)}")
+        return Outcome(row.name, row.kind, RAW, note=f"cannot be made: {words_of(error)}")
     try:
         plan = find_plan(model, MESH, call, profile=prices(), backend="eager", time_limit=LIMIT, gap=0.1)
         seconds = time.process_time() - begin
         report = verify(model, plan, call)
     except Exception as error:
-        return Outcome(row.name, row.kind, _state(error), note=_words(error))
+        return Outcome(row.name, row.kind, state_of(error), note=words_of(error))
     state = WRONG if not report.ok else HOLDS if plan.collectives else ALONE
     share, whole = _whole(plan)
     found = Outcome(
@@ -104,16 +83,6 @@ def examined(row: Row, training: Training | None = None) -> Outcome:
     return replace(found, trained=trained(row, training)) if training and report.ok else found
 
 
-def _state(error: Exception) -> str:
-    return NAMED if isinstance(error, AutoshardError) and "try: " in str(error) else RAW
-
-
-def _words(error: Exception) -> str:
-    if os.environ.get("ZOO_TRACE"):
-        traceback.print_exception(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 def _split_share(model: nn.Module, plan: Plan) -> float:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     split = sum(
@@ -130,86 +99,6 @@ def _whole(plan: Plan) -> tuple[float, list[str]]:
             seconds[record.op] += record.seconds  # type: ignore[assignment]
     total = sum(record.seconds for record in plan.records) or 1.0
     return seconds.total() / total, [op for op, one in seconds.most_common(3) if one > 0.002 * total]
-
-
-def _loss(result: Any) -> Tensor:
-    """Its own, or squares of all that is returned."""
-    loss = getattr(result, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    floats = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor) and one.requires_grad]
-    return torch.stack([one.abs().square().mean() for one in floats]).sum()
-
-
-def _steps(model: nn.Module, call: Call, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
-    losses: list[float] = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = _loss(model(*call[0], **call[1]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(row: Row, training: Training) -> str:
-    """On ranks, against one process: "as one process", or what differs."""
-    count = math.prod(training.mesh)
-    with tempfile.NamedTemporaryFile() as store:
-        context = multiprocessing.get_context("fork")
-        ends = [context.Pipe() for _ in range(count)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, store.name, row, training, ends[rank][1]))
-            for rank in range(count)
-        ]
-        for process in ranks:
-            process.start()
-        found = [ours.recv() if ours.poll(300) else "no answer" for ours, _ in ends]
-        for process in ranks:
-            process.kill()
-            process.join()
-    return next((one for one in found if one != AS_ONE), AS_ONE)
-
-
-def _rank(rank: int, store: str, row: Row, training: Training, end: Any) -> None:
-    try:
-        sizes, steps = training.mesh, training.steps
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=math.prod(sizes))
-        model, call = row.made()
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y", "z")[: len(sizes)])
-        parallel = autoshard(
-            model,
-            mesh,
-            profile=prices(),
-            refine="off",
-            tune="first",
-            backend="eager",
-            time_limit=LIMIT,
-            gap=0.1,
-        )
-        torch.manual_seed(1)
-        losses = _steps(parallel, call, steps)
-        wanted, again = _alone_losses(row, 1, steps), _alone_losses(row, 2, steps)
-        worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, wanted, strict=True))
-        end.send(
-            "draws"
-            if wanted != again
-            else AS_ONE
-            if worst < training.close
-            else f"losses differ by {worst:.1e}"
-        )
-    except Exception as error:
-        end.send(f"{_state(error)} {_words(error)}")
-    time.sleep(600)  # Until the other rank has answered as well.
-
-
-def _alone_losses(row: Row, seed: int, steps: int) -> list[float]:
-    """Of one process."""
-    model, call = row.made()
-    torch.manual_seed(seed)
-    with GroupedAsCaptured():  # in float64, which torch's grouped products do not take
-        return _steps(model, call, steps)
 
 
 def _alone(row: Row, training: Training | None, end: Any) -> None:
@@ -256,6 +145,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--on", type=int, nargs="+", default=[2], help="sizes of the mesh of those ranks")
     parser.add_argument("--steps", type=int, default=3, help="of training")
     parser.add_argument("--close", type=float, default=1e-5, help="losses may differ by, relative")
+    parser.add_argument("--rate", type=float, default=RATE, help="of learning")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for a model")
     parser.add_argument(
         "--keep", type=Path, help="a file to which outcomes are added; what it has is not run again"
@@ -284,7 +174,7 @@ def main(words: Sequence[str] | None = None) -> int:
             and (known[row.name].trained or not ranks)
         ):
             continue
-        training = Training(tuple(given.on), given.steps, given.close) if ranks else None
+        training = Training(tuple(given.on), given.steps, given.close, given.rate) if ranks else None
         found.append(in_process(row, training, given.limit))
         if given.keep:
             keep(given.keep, found[-1])

@@ -141,3 +141,18 @@ def seeded(name: str, **kwargs: Any) -> Example:
     """The model and a batch, the same in every process."""
     torch.manual_seed(0)
     return MODELS[name](**kwargs)
+
+
+class Followed(nn.Module):
+    """A teacher that follows by a moving average, as BYOL and MoCo write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.slow = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, own in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+                slow.mul_(0.9).add_(own, alpha=0.1)
+            wanted = self.slow(x)
+        return (self.net(x) - wanted).square().mean()

@@ -22,6 +22,7 @@ from autoshard.plan.task import Task
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order
@@ -48,6 +49,7 @@ def plan_stages(
     """
     check_stages(task.mesh, axis)
     _check_layouts(task, axis)
+    _check_states(task.joint)
     until = deadline or Deadline.after(task.time_limit)
     joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     cutter = StageCutter(task, joint, axis)
@@ -119,6 +121,17 @@ def check_stages(mesh: MeshSpec, axis: str) -> None:
         raise ShardingError(
             f"stages is {axis!r}, which has one device on {mesh}: that would be one stage\n"
             f"  try: {others}, or stages=None"
+        )
+
+
+def _check_states(joint: JointGraph) -> None:
+    """InfeasibleError where the forward changes a parameter that is not trained: only the ranks whose stage reads a
+    parameter hold it, and one stage may make the new value of what another reads."""
+    ends = [end for end in joint.outputs if end.kind == "buffer" and joint.inputs[end.index].kind == "param"]
+    if ends:
+        raise InfeasibleError(
+            f"stages: forward changes parameter {ends[0].name} in place, and not every stage has it\n"
+            "  try: stages=None, or keep the value in a buffer (register_buffer)"
         )
 
 

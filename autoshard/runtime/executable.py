@@ -170,9 +170,11 @@ class Executable:
         joint, ends = running.captured.joint, running.ends
         self._running = running
         self._outputs = [output_wrapper(side, self._home.mesh, self._home.spec) for side in ends.outputs]
-        self._given = [spec for spec in joint.inputs if spec.kind != "tangent"]
+        given = [pair for pair in joint.given if pair[1].kind != "tangent"]
+        self._given = [spec for _, spec in given]
         self._leaves = [
-            _leaf(self._home, joint, spec, side) for spec, side in zip(self._given, ends.inputs, strict=True)
+            _leaf(self._home, joint, spec, side, bool(node.users))
+            for (node, spec), side in zip(given, ends.inputs, strict=True)
         ]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +197,7 @@ class Executable:
 Leaf = Callable[[Sequence[Tensor]], Tensor]
 
 
-def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide) -> Leaf:
+def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide, is_read: bool) -> Leaf:
     """A function that gets the tensor of one placeholder in a call."""
     device = local_device(home.mesh)
     if spec.kind == "seed":
@@ -211,7 +213,10 @@ def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide) -> L
     if spec.kind == "param":
         parameters = owner._parameters  # a module's `__getattr__` is Python, and takes four times as long
         return lambda tensors: parameters[name]  # type: ignore[return-value]
-    return lambda tensors: arrived(getattr(owner, name), spec.name, device)
+    if is_read:
+        return lambda tensors: arrived(getattr(owner, name), spec.name, device)
+    # What a call makes anew before it reads it (a weight of `weight_norm`): the last one's graph is gone.
+    return lambda tensors: arrived(getattr(owner, name), spec.name, device).detach()
 
 
 def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:

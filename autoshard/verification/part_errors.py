@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,8 @@ def result_errors(
     least: Sequence[float],
     mesh: MeshSpec,
 ) -> dict[str, float]:
-    """Relative error by result of `joint`. least: per result, the least scale that an error is relative to."""
+    """Relative error by result of `joint`: infinite for one that the graph lacks. least: per result, the least scale
+    that an error is relative to."""
     pairs = [(end.kind, value) for end, value in zip(joint.outputs, wanted, strict=True)]
     floors = {kind: CANCELLED * largest(v for k, v in pairs if k == kind) for kind, _ in pairs}
     errors: dict[str, float] = {}
@@ -157,6 +159,8 @@ def result_errors(
                 piece_error(parts, expected, layout, mesh, rank, max(floors[spec.kind], scale))
                 for rank in range(mesh.device_count)
             )
+        elif expected is not None and largest([expected]):
+            errors[f"{spec.kind} {spec.name}"] = math.inf
     return errors
 
 

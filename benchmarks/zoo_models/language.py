@@ -94,9 +94,11 @@ def _encoder(task: str, kind: str, options: Mapping[str, Any]) -> Made:
     return model, {"input_ids": ids, "attention_mask": masked(ids), **targets}
 
 
+_BLOCKS = {"block_size": 1, "num_random_blocks": 1}
+"""Of sequences that are no longer than some blocks BigBird's attention is whole."""
 _TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _ENCODERS = [
-    Row(f"{name}, {task}", "encoder", lambda task=task, kind=kind: _encoder(task, kind, {}))
+    Row(f"{name}, {task}", "encoder", lambda task=task, kind=kind: _encoder(task, kind, _BLOCKS if kind == "big_bird" else {}))
     for name, kind, task in (
         ("BERT", "bert", _TASKS[0]), ("ALBERT", "albert", _TASKS[0]),
         ("ELECTRA", "electra", _TASKS[2]), ("DeBERTa", "deberta", _TASKS[1]),
@@ -127,7 +129,7 @@ _TRANSLATORS = [
         ("LongT5", "longt5", {"local_radius": 3, "decoder_start_token_id": 0}), ("Switch", "switch_transformers", {"num_sparse_encoder_layers": 1,
                                                                                     "num_sparse_decoder_layers": 1, "decoder_start_token_id": 0}),
         ("NLLB-MoE", "nllb-moe", {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "expert_capacity": 24}),
-        ("ProphetNet", "prophetnet", {}), ("T5Gemma", "t5gemma", {}), ("BigBird-Pegasus", "bigbird_pegasus", {}),
+        ("ProphetNet", "prophetnet", {}), ("T5Gemma", "t5gemma", {}), ("BigBird-Pegasus", "bigbird_pegasus", _BLOCKS),
     )
 ]  # fmt: skip
 ROWS = [*_DENSE, *_MIXTURES, *_STATES, *_HYBRIDS, *_ENCODERS, *_TRANSLATORS]

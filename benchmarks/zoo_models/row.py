@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from cost_model.errors import AutoshardError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Made = tuple[nn.Module, Any]
@@ -54,7 +59,7 @@ class Row:
         torch.manual_seed(seed)
         model, given = self.make()
         args, kwargs = given if _is_both(given) else ((), given) if isinstance(given, dict) else (given, {})
-        cast = lambda value: torch.utils._pytree.tree_map(self._cast, value)
+        cast = lambda value: pytree.tree_map(self._cast, value)
         return model.to(self.dtype), (cast(args), cast(kwargs))
 
     def _cast(self, value: Any) -> Any:
@@ -68,3 +73,13 @@ def _is_both(given: Any) -> bool:
         and isinstance(given[0], tuple)
         and isinstance(given[1], dict)
     )
+
+
+def state_of(error: Exception) -> str:
+    return NAMED if isinstance(error, AutoshardError) and "try: " in str(error) else RAW
+
+
+def words_of(error: Exception) -> str:
+    if os.environ.get("ZOO_TRACE"):
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

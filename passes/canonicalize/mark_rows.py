@@ -45,7 +45,9 @@ class EndRows(GraphPass):
             made = _made(joint.graph, products, frozenset())
             read = leading(joint.graph, products, frozenset(), made)
             rows = _behind(joint.graph, products, read)
-            for node in {*products, *rows}:
+            ends = rows.union(products)
+            ordered = [node for node in joint.graph.nodes if node in ends]  # a set has no order
+            for node in ordered:
                 if (
                     not isinstance(node.meta["val"], (tuple, list))
                     and node.target is not ours.routed_outer.default

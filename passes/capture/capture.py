@@ -187,7 +187,7 @@ class _Builder:
     def _refuse_mutations(self) -> None:
         slots = self.program.slots
         for end in self.traced.aot.inputs:
-            if end.kind != "mutated_tangent" or (end.index < len(slots) and slots[end.index].is_parameter):
+            if end.kind != "mutated_tangent" or (end.index < len(slots) and slots[end.index].is_trained):
                 continue
             inside = end.index < len(slots)
             what = f"buffer {slots[end.index].name}" if inside else self.input_names[end.index - len(slots)]
@@ -197,7 +197,7 @@ class _Builder:
                 model=self.program.model,
             )
         for node, end in zip(_results(self.old.graph), self.traced.aot.outputs, strict=True):
-            if end.kind == "mutated" and end.index < len(slots) and slots[end.index].is_parameter:
+            if end.kind == "mutated" and end.index < len(slots) and slots[end.index].is_trained:
                 what = f"parameter {slots[end.index].name}"
                 source, by = ("", None) if node is None else (node_source(node), node.target)
                 raise mutation_error(self.program.model, what, source, by)

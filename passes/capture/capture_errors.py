@@ -21,7 +21,24 @@ from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
 """What torch says where a tensor that it has not traced from the beginning is written to."""
 
-_ELSEWHERE = "work on a clone, or keep the value in a buffer (register_buffer), which may change"
+_ELSEWHERE = (
+    "after each optimizer.step(), under torch.no_grad(); or work on a clone; or requires_grad=False, or a buffer "
+    "(register_buffer): both may change"
+)
+_FLAGS = "change requires_grad flags of leaf variables"
+_FLAG_REMEDY = (
+    "before the call; or, with values = {name: p.detach() for name, p in module.named_parameters()}, "
+    "torch.func.functional_call(module, values, x) in place of module(x)"
+)
+_TO_LEAVES = "Cannot backprop through mirrored meta"
+"""What torch says where gradients would go to the `.grad` of traced tensors."""
+_BACKWARD = (
+    "it calls .backward() itself, which leaves gradients in .grad of {}, out of sight of a compiled step"
+)
+_BACKWARD_REMEDY = (
+    "gradients = torch.autograd.grad(loss, tensors), and return the loss, or what is made of them; the backward of a "
+    "custom function returns the gradients of parameters that apply() is given"
+)
 _MAX_NORM = (
     "max_norm=None, and after each optimizer.step() for all rows, under torch.no_grad(): "
     "weight.mul_((max_norm / (weight.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1))"
@@ -78,6 +95,11 @@ def mutation_error(model: nn.Module, what: str, source: str, by: Any) -> Capture
     return refused(f"forward changes {what} in place{how}", remedy, model=model, at=source)
 
 
+def own_backward_error(model: nn.Module, where: str) -> CaptureError:
+    """where: the tensor whose `.grad` a call of `.backward()` within the forward, or its backward, changes."""
+    return refused(_BACKWARD.format(where), _BACKWARD_REMEDY, model=model)
+
+
 def held_object_error(model: nn.Module, node: fx.Node, value: object) -> CaptureError:
     """For an op that is called with an object of torch: a generator, a process group, a nested graph."""
     name = str(getattr(node.target, "_opname", node.name))
@@ -128,6 +150,10 @@ def _explain(cause: Exception) -> tuple[str, str]:
             "it changes a tensor in place that is neither a buffer nor made in forward",
             "self.register_buffer(name, tensor, persistent=False), which may change",
         )
+    if _FLAGS in str(cause):
+        return "it changes requires_grad of a parameter in forward, beside writes in place", _FLAG_REMEDY
+    if _TO_LEAVES in str(cause):
+        return _BACKWARD.format("parameters"), _BACKWARD_REMEDY
     text = str(cause).strip() or "no message"
     reason = f"{type(cause).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
     if isinstance(cause, TypeError) and _place(cause) is None:

@@ -17,6 +17,7 @@ from passes.capture.places import contents, refill
 from passes.capture.provenance import check_dense, refused
 from passes.capture.snapshot import Snapshot
 from passes.capture.surroundings import Container, containers_of
+from passes.capture.torch_shortcuts import marked
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def check_shared_memory(
     """
     changed = set(written)
     kinds = {"_parameters": "parameter", "_buffers": "buffer", "__dict__": "attribute"}
-    changes = lambda i, s: i in changed or (s.is_parameter and s.tensor.requires_grad)
+    changes = lambda i, s: i in changed or s.is_trained
     held = [_Held(s.name, kinds[s.places[0][1]], s.tensor, changes(i, s)) for i, s in enumerate(slots)]
     held += [_Held("", "tensor", tensor, False) for tensor in constants]
     for first, second in _near(held):
@@ -192,6 +193,10 @@ class Slot:
         return self.names[0]
 
     @property
+    def is_trained(self) -> bool:  # else a parameter is a state, as a buffer is: the forward may change it
+        return self.is_parameter and self.tensor.requires_grad
+
+    @property
     def aliases(self) -> tuple[str, ...]:
         return self.names[1:]
 
@@ -261,7 +266,7 @@ def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator
     try:
         for slot, value in zip(slots, values, strict=True):
             for (_, _, key), table in zip(slot.places, _tables(slot), strict=True):
-                table[key] = value
+                table[key] = marked(value) if slot.is_parameter else value
         for module in {module for slot in slots for module, _, _ in slot.places}:
             _refresh_flat_weights(module)
         yield
@@ -282,11 +287,14 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 
 def rebound_buffers(slots: Sequence[Slot], values: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Buffers that the forward assigned anew (`self.mean = ...`): slot position -> new value."""
+    """Buffers that the forward assigned anew: slot position -> new value. CaptureError for a parameter."""
     new: dict[int, Tensor] = {}
     for position, (slot, value) in enumerate(zip(slots, values, strict=True)):
         for module, table, key in slot.places:
-            held = module._buffers.get(key) if table == "_buffers" else None
-            if held is not None and held is not value:
+            held = value if table == "__dict__" else vars(module)[table].get(key)
+            if held is not value and table == "_parameters":
+                what = f"forward assigns parameter {slot.name} anew, which a compiled call cannot repeat"
+                raise refused(what, "assign it before autoshard(), in __init__")
+            if held is not value and held is not None:
                 new[position] = held
     return new

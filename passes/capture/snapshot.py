@@ -50,6 +50,7 @@ class Snapshot:
             for table in (vars(module).get(name) for name in _TABLES)
             if table is not None
         ]
+        self._parts = [(name, module._modules, dict(module._modules)) for name, module, _ in self._modules]
         self._containers: list[tuple[Container, Any]] = [
             (c, contents(c.value)) for c in containers_of(model, arguments)
         ]
@@ -74,6 +75,8 @@ class Snapshot:
 
         An attribute that was assigned an equal Python value has not changed.
         """
+        for name, modules, parts in self._parts:
+            _check_parts(name, modules, parts)
         found: Changes = []
         for name, module, old in self._modules:
             kept = {key: value for key, value in old.items() if not is_own(module, key)}
@@ -94,6 +97,16 @@ class Snapshot:
             refill(vars(module), attributes)
 
 
+def _check_parts(name: str, new: Mapping[str, nn.Module | None], old: Mapping[str, nn.Module | None]) -> None:
+    """CaptureError where the forward put another module in the place of one. One that it adds, it would add again."""
+    gone = [key for key, part in old.items() if part is not None and new.get(key) is not part]
+    if gone:
+        raise refused(
+            f"forward exchanges the module {f'{name}.' if name else ''}{gone[0]}, which a compiled call cannot repeat",
+            "call the model once before autoshard(), if that settles its modules; else exchange it outside of forward",
+        )
+
+
 def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[str, Any]) -> Changes:
     found: Changes = []
     for key, value in new.items():
@@ -103,6 +116,12 @@ def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[s
         elif not _same(before, value.held if isinstance(value, Stored) else value):
             found.append((Assigned(at), value))
     gone = [key for key in old if key not in new]
+    if gone and hasattr(where.get(), gone[0]):
+        raise refused(
+            f"forward makes {Via(where, gone[0], True)} a buffer, parameter or module, which it was not, and which a "
+            "compiled call cannot repeat",
+            "call the model once before autoshard(), or make it in __init__",
+        )
     if gone:
         raise _unrepeatable(f"deletes {Via(where, gone[0], True)}")
     return found
@@ -188,11 +207,13 @@ _EVERY_CLASS = frozenset(vars(nn.Module))
 
 
 @contextmanager
-def attributes_read(before: Snapshot) -> Generator[dict[nn.Module, set[str]]]:
-    """Module -> names of the attributes read inside, as they were `before`: one that was assigned first is no input
-    of the forward. Attributes of the class count if they are data, and `forward` counts, since users exchange it.
-    Tables of parameters, modules and hooks, and the training flag, do not count."""
-    found: dict[nn.Module, set[str]] = {}
+def attributes_read(
+    before: Snapshot, known: dict[nn.Module, set[str]] | None = None
+) -> Generator[dict[nn.Module, set[str]]]:
+    """Module -> names of the attributes read inside, as they were `before`, in `known`: one that was assigned first is
+    no input of the forward. Attributes of the class count if they are data, and `forward` counts, since users exchange
+    it. Tables of parameters, modules and hooks, and the training flag, do not count."""
+    found: dict[nn.Module, set[str]] = {} if known is None else known
 
     def note(module: nn.Module, name: str, value: object) -> None:
         if name.startswith("__") or is_own(module, name):

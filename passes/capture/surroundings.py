@@ -187,8 +187,11 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 
 
 def _is_users(kind: type) -> bool:
-    """Whether a class is of a user's or a model library's file."""
-    module = sys.modules.get(kind.__module__)
-    if kind.__module__ == "weakref":
+    """Whether a class is of a user's or a model library's file. One that was run as text is of no module."""
+    if kind.__module__ in ("weakref", "__main__"):
         return True
-    return is_user_file(getattr(module, "__file__", None) or "<>") or kind.__module__ == "__main__"
+    known = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    made = (
+        value.__code__.co_filename for value in vars(kind).values() if isinstance(value, types.FunctionType)
+    )
+    return is_user_file(known or next(made, "<>"))

@@ -10,6 +10,9 @@ running the function once.
 
 Batch norm with `momentum=None`, a plain average over all batches, divides by `float(num_batches_tracked)`, which a
 trace cannot see. The same with the count left a tensor: running = running * (1 - 1 / count) + batch * (1 / count).
+
+A part of an nn.ParameterList is another one, which takes parameters as they are, and of other tensors copies that are
+trained alone. So what stands for a parameter in a trace says that it is one.
 """
 
 from __future__ import annotations
@@ -167,6 +170,25 @@ def _differentiable(result: Any) -> Any:
 def reentrant_checkpoints_called() -> AbstractContextManager[None]:
     """Inside, reentrant checkpoints are calls of what they hold."""
     return replaced_attribute(torch.utils.checkpoint, "CheckpointFunction", _Called)
+
+
+def marked(parameter: Tensor) -> Tensor:
+    """The same tensor, an nn.Parameter by `isinstance`. Since torch 1.12."""
+    parameter._is_param = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def marked_registered() -> AbstractContextManager[None]:
+    """Inside, modules take `marked` tensors as parameters: where writes are rewritten these are no leaves."""
+    original = nn.Module.register_parameter
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.grad_fn is not None and isinstance(param, nn.Parameter):
+            self._parameters[name] = param
+        else:
+            original(self, name, param)
+
+    return replaced_attribute(nn.Module, "register_parameter", register_parameter)
 
 
 def trace_cumulative_averages(model: nn.Module) -> None:

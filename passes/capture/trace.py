@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
+from passes.capture.capture_errors import own_backward_error
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
 from passes.capture.known_values import History
@@ -26,7 +28,7 @@ from passes.capture.questions import Questions, RunEnded
 from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
 from passes.capture.stand_ins import Spot, Uses, put_stand_ins
-from passes.capture.torch_shortcuts import shortcuts_off, trace_cumulative_averages
+from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, trace_cumulative_averages
 from passes.capture.trees import Static, Tree, changed_places, flatten, off_meta, retree, unflatten
 from passes.ir.joint import CPU
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
@@ -91,8 +93,11 @@ class _Traceable(nn.Module):
         super().__init__()
         self.program, self.run, self.questions = program, run, questions
         self.spots, self.uses = spots, uses
+        self._during_backward = ExitStack()
+        self._tensors: Sequence[Tensor] = ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.end_backward()
         self.questions.begin()
         try:
             return self._flat(tensors)
@@ -129,10 +134,25 @@ class _Traceable(nn.Module):
             raise refused("its forward returns no tensor", "return the loss", model=program.model)
         if self.questions.history is not None:
             raise RunEnded
+        self._tensors = tensors
+        self._during_backward.enter_context(state_replaced(program.slots, tensors[:count]))
+        self._during_backward.enter_context(attributes_read(before, run.reads))
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
         return tuple(t.clone(memory_format=torch.contiguous_format) for t in flat)
+
+    def end_backward(self) -> None:
+        """Until then modules hold the traced tensors: a custom function's backward may call them."""
+        self._during_backward.close()
+
+    def check_gradients(self) -> None:
+        """CaptureError for a gradient that the model's own `.backward()` left in one of the traced tensors. Of a trace
+        that rewrites writes they are no leaves, and torch refuses such a call."""
+        names = chain((f"parameter {slot.name}" for slot in self.program.slots), repeat("an argument"))
+        ends = zip(names, self._tensors, strict=False)
+        if left := [name for name, tensor in ends if tensor.is_leaf and tensor.grad is not None]:
+            raise own_backward_error(self.program.model, left[0])
 
 
 def _passed_on(tree: Tree) -> Iterator[Any]:
@@ -181,6 +201,7 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Q
         answers = stack.enter_context(torch_calls_answered(program.device_type))
         for context in (
             shortcuts_off(),
+            marked_registered(),
             compiling_flag(),
             failures_unlogged(),
             encoder_masks_trusted(),
@@ -199,18 +220,23 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
 
     def run(table: dict[Any, Callable[..., Any]], rewrite_writes: bool) -> AotGraph:
         fakes = _fakes(program, traceable.questions.history)
-        with provenance(program.model, answers, _TRACER_FRAMES):
-            return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
+        try:
+            with provenance(program.model, answers, _TRACER_FRAMES):
+                return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
+        finally:
+            traceable.end_backward()
 
     table = decomposition_table()
     is_final = traceable.questions.history is None
     if is_final and not any(_writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
+        aot = None
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")
             aot = run({**table, **_REFUSED_WRITES}, False)
-            if not has_writes(aot):
-                return aot
+        if aot is not None and not has_writes(aot):
+            traceable.check_gradients()
+            return aot
     return run(table, True)
 
 

@@ -109,7 +109,7 @@ def _unflattened(product: fx.Node, rows: Any) -> tuple[fx.Node, Any]:
     shape, before = shape_of(view), shape_of(rows.args[0])
     assert shape is not None and before is not None
     flat = [math.prod(before[:-1])]
-    last = shape_of(rows) == [*flat, before[-1]] and shape_of(product) == [*flat, shape[-1]]
+    last = shape_of(rows) == [*flat, *before[-1:]] and shape_of(product) == [*flat, *shape[-1:]]
     return (view, rows.args[0]) if last and shape[:-1] == before[:-1] else (product, rows)
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -123,11 +124,17 @@ def higher_order_answered(answers: Mapping[str, Callable[..., Any]]) -> Abstract
 
 @contextmanager
 def compiled_as_written() -> Generator[None]:
-    """Inside, what `torch.compile` made or makes runs as it is written. Dynamo is not imported for it: what was
-    compiled before has imported it. `torch.compiler.set_stance` since torch 2.6."""
+    """Inside, what `torch.compile` made or makes runs as it is written, and so do functions of TorchScript, which runs
+    other ops once it has seen them run. Dynamo is not imported for it: what was compiled before has imported it.
+    `torch.compiler.set_stance` since torch 2.6; `_torchdynamo_inline`, the function in Python, since 2.1."""
+    script: Any = torch.jit.ScriptFunction
+    run = script.__call__
 
     def compile(model: Any = None, **options: Any) -> Any:
         return model if model is not None else lambda function: function
+
+    def written(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, "_torchdynamo_inline", partial(run, self))(*args, **kwargs)
 
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -135,6 +142,7 @@ def compiled_as_written() -> Generator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         stack.enter_context(replaced_attribute(torch, "compile", compile))
+        stack.enter_context(replaced_attribute(script, "__call__", written))
         yield
 
 

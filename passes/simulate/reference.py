@@ -143,7 +143,7 @@ def reference_inputs(
 ) -> list[torch.Tensor]:
     """A value for every placeholder: the model's own, the call's, and random tangents."""
     generator = torch.Generator().manual_seed(seed)
-    named = {**_parameters(model), **named_state(model)}
+    named = _named(model)
     return [_value(spec, node, named, joint, tensors, generator) for node, spec in joint.given]
 
 
@@ -202,7 +202,9 @@ def eager_results(
     """
     given = zip(joint.inputs, values, strict=True)
     tangents = {spec.index: value for spec, value in given if spec.kind == "tangent"}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in named_state(model).values()]
+    named = _named(model)
+    changed = {spec.name for spec in joint.outputs if spec.kind == "buffer"} | named_state(model).keys()
+    kept = [(named[name], named[name].detach().clone()) for name in changed]
     with state_kept(model):
         try:
             outputs = call()
@@ -210,8 +212,8 @@ def eager_results(
             return [_result(spec, outputs, model, gradients) for spec in joint.outputs]
         finally:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                for state, value in kept:
+                    state.copy_(value)
 
 
 def _gradients(
@@ -241,8 +243,13 @@ def _result(
     if spec.kind == "output":
         return outputs[spec.index].detach().clone()
     if spec.kind == "buffer":
-        return named_state(model)[spec.name].detach().clone()
+        return _named(model)[spec.name].detach().clone()
     return gradients.get(spec.name)
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and states, by every name."""
+    return {**_parameters(model), **named_state(model)}
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

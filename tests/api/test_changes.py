@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import ShardingError
 from tests.api.programs import parallel
+from tests.models import Followed
 from tests.ranks import RankPool
 
 LINE = (("x", 2),)
@@ -134,6 +136,45 @@ def kinds(rank: int) -> None:
 
 def test_any_kind_of_call(ranks: RankPool) -> None:
     ranks.run(kinds, world=2)
+
+
+class Remade(nn.Module):
+    """A weight that each call makes anew, and leaves in an attribute with its gradient, as `weight_norm` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.slow = nn.Linear(6, 6), nn.Linear(6, 6, bias=False).requires_grad_(False)
+        self.made = self.net.weight.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made = self.net.weight / self.net.weight.norm()
+        return F.linear(self.slow(x), self.made, self.net.bias).square().mean()
+
+
+def followed(rank: int, kind: type[nn.Module]) -> list[bool]:
+    torch.manual_seed(0)
+    alone: Any = kind()
+    x = torch.randn(4, 6)
+    both = parallel(copy.deepcopy(alone), LINE, backend="eager"), alone
+    for _ in range(3):
+        losses = [model(x) for model in both]
+        for model, loss in zip(both, losses, strict=True):
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.net.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            model.zero_grad()
+        torch.testing.assert_close(whole(losses[0]), losses[1])
+    ours, theirs = both
+    for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.detach()), wanted.detach())
+    return [p.placements[0].is_shard() for p in ours.slow.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", [Followed, Remade])
+def test_what_each_call_changes(ranks: RankPool, model: type[nn.Module]) -> None:
+    """A teacher's parameters are split, and change in forward alone."""
+    assert any(ranks.run(followed, model, world=2)[0])
 
 
 def twice(rank: int) -> list[str]:

@@ -13,6 +13,7 @@ from torch.fx import traceback as fx_traceback
 from passes.capture import capture, flatten_call
 from passes.capture.call import tensor_names
 from tests.capture.running import check, tensors_of
+from tests.models import Followed
 
 
 class Pair(nn.Module):
@@ -131,6 +132,33 @@ def test_outputs_that_are_inputs_or_parameters() -> None:
     assert (a, b, c, d, e) == (1, 2, 1, 3, None)
 
 
+class Listed(nn.Module):
+    """Part of a list of parameters, which is a list of its own, and a copy of a dict of them."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4, 4) for _ in range(3))
+        self.named = nn.ParameterDict({"scale": torch.randn(4), "shift": torch.randn(4)})
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights[1:]:
+            x = torch.tanh(x @ weight)
+        named = self.named.copy()
+        assert all(isinstance(value, nn.Parameter) for value in (self.weights[0], named["scale"]))
+        return self.norm(x @ self.weights[0] * named["scale"] + named["shift"])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_parts_of_lists_of_parameters_are_the_same_parameters(norm: bool) -> None:
+    """norm: writes running statistics, which is traced another way."""
+    model = Listed(norm).double()
+    joint = check(model, torch.randn(3, 4, dtype=torch.float64)).joint
+    ends = zip(joint.outputs, joint.results, strict=True)
+    assert all(node is not None for end, node in ends if end.kind == "grad")
+    assert list(dict(model.weights.named_parameters())) == ["0", "1", "2"]
+
+
 class Buffered(nn.Module):
     def __init__(self, assign: bool) -> None:
         super().__init__()
@@ -153,6 +181,18 @@ def test_buffer_changed_in_place_or_assigned(assign: bool, grad: bool) -> None:
     captured = check(model, torch.randn(2, 3, requires_grad=grad))
     assert model.mean is before and not before.any()
     assert [spec.index for spec in captured.joint.outputs if spec.kind == "buffer"] == [0]
+
+
+def test_a_parameter_that_is_not_trained_changes_as_a_buffer_does() -> None:
+    model = Followed()
+    before = [p.clone() for p in model.parameters()]
+    captured = check(model, torch.randn(4, 6))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    ends = [(captured.joint.inputs[end.index].kind, end.name) for end in captured.joint.outputs]
+    assert [end for end in ends if end[1].startswith("slow")] == [
+        ("param", "slow.weight"),
+        ("param", "slow.bias"),
+    ]
 
 
 def test_a_tensor_attribute_is_an_input_and_a_literal_a_constant() -> None:

@@ -128,3 +128,73 @@ def test_a_list_that_is_emptied_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"forward removes items of log(.|\n)*try: "):
         capture(model, (torch.randn(2),), {})
     assert model.log == [1, 2]
+
+
+def test_an_exchange_of_modules_is_refused() -> None:
+    """One call of the model settles them, as the error says. A module that is added is no exchange."""
+
+    class Settles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kind, self.net = "new", nn.Linear(3, 3)
+            self.made: nn.Module | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kind == "new":
+                self.kind, self.net = "settled", nn.Sequential(self.net)
+            self.made = self.made or nn.Tanh()
+            return self.made(self.net(x))
+
+    model, x = Settles(), torch.randn(2, 3)
+    with pytest.raises(
+        CaptureError, match=r"forward exchanges the module net(.|\n)*try: call the model once"
+    ):
+        capture(model, (x,), {})
+    assert model.kind == "new" and isinstance(model.net, nn.Linear) and model.made is None
+    model(x)
+    capture(model, (x,), {})
+
+
+class Tied(nn.Module):
+    """In each forward, which the optimizer and a checkpoint would not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.head.weight = self.embed.weight
+        return self.head(self.embed(ids))
+
+
+class Late(nn.Module):
+    """A buffer that the first call makes, where there was an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            del self.mask
+            self.register_buffer("mask", torch.ones(3, 3).tril())
+        return x @ self.mask
+
+
+def test_a_parameter_that_is_assigned_anew_is_refused() -> None:
+    model, ids = Tied(), torch.tensor([1, 2])
+    with pytest.raises(CaptureError, match=r"assigns parameter head\.weight anew(.|\n)*in __init__"):
+        capture(model, (ids,), {})
+    assert model.head.weight is not model.embed.weight
+    model.head.weight = model.embed.weight
+    capture(model, (ids,), {})
+
+
+def test_an_attribute_that_becomes_a_buffer_is_refused() -> None:
+    """One call of the model makes it, as the error says."""
+    model, x = Late(), torch.randn(2, 3)
+    with pytest.raises(CaptureError, match=r"makes mask a buffer(.|\n)*try: call the model once"):
+        capture(model, (x,), {})
+    assert model.mask is None
+    model(x)
+    capture(model, (x,), {})

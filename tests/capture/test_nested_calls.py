@@ -185,3 +185,28 @@ def test_what_cannot_be_is_named_at_its_line(rest: Rest, said: str, remedy: str)
         capture(Model(rest, rest), (torch.randn(4, 6, 8),), {})
     text = str(caught.value)
     assert "test_nested_calls.py:" in text and remedy in text.partition("\n  try: ")[2]
+
+
+def _gelu(bias: Tensor, x: Tensor) -> Tensor:
+    return (bias + x) * torch.tanh(0.8 * (bias + x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_scripted_functions_are_captured_alike_whenever() -> None:
+    """TorchScript runs a function another way once it has seen it run: then there were other ops in its graph."""
+
+    gelu: Any = torch.jit.script(_gelu)
+
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.bias = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return gelu(self.bias, self.net(x))
+
+    model, x = Scripted().double(), torch.randn(3, 4, dtype=torch.float64)
+    first = str(check(model, x).joint.graph)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert str(capture(model, (x,), {}).joint.graph) == first

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +198,25 @@ def test_an_argument_that_is_passed_on_as_it_is(make: Callable[[], Any]) -> None
     assert repr(contents(slots_of(held) or held)) == before
     captured.call.unflatten([torch.ones(1)] * captured.call.output_count, (torch.randn(2), held), {})
     assert repr(contents(slots_of(held) or held)) != before
+
+
+_TEXT = """
+import functools, torch
+
+class Waves(torch.nn.Module):
+    @functools.lru_cache(maxsize=2)
+    def table(self, length):
+        return torch.arange(length) * 2.0
+
+    def forward(self, x):
+        return x * self.table(len(x))
+"""
+
+
+def test_a_class_of_no_module(tmp_path: Path) -> None:
+    """Code that was run as text, as `runpy` and loaders of files do: no traced tensor stays in its cache."""
+    space: dict[str, Any] = {"__name__": "run as text"}
+    exec(compile(_TEXT, str(tmp_path / "model.py"), "exec"), space)
+    model = space["Waves"]()
+    capture(model, (torch.ones(3),), {})
+    assert type(model.table(3)) is Tensor

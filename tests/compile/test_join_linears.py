@@ -71,6 +71,14 @@ def test_what_is_flattened_otherwise_stays() -> None:
     assert joined(twice, x, torch.randn(4, 5)) == {"view": 2, "mm": 1}
 
 
+def test_a_product_that_becomes_a_scalar_stays() -> None:
+    """Spectral norm's: a row, a matrix and a column. A scalar has no last dim, whether it comes or goes."""
+    leaves = lambda x, w: aten.view.default(aten.mm.default(aten.view.default(x, [1, 4]), w), [])
+    assert joined(leaves, torch.randn(4), torch.randn(4, 1)) == {"view": 2, "mm": 1}
+    comes = lambda x, w: aten.view.default(aten.mm.default(aten.view.default(x, [1, 1]), w), [5])
+    assert joined(comes, torch.randn(()), torch.randn(1, 5)) == {"view": 2, "mm": 1}
+
+
 def test_what_is_not_contiguous_stays() -> None:
     product = lambda x, w: aten.view.default(aten.mm.default(aten.view.default(x, [6, 4]), w), [2, 3, 5])
     x = torch.randn(2, 3, 8)[..., ::2]

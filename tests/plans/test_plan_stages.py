@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -28,6 +29,7 @@ from passes.stages.choose_cut import stage_seconds
 from passes.stages.cut_costs import places_between_products
 from passes.stages.pipeline_orders import in_flight
 from passes.stages.stage_graphs import stage_graphs
+from tests.models import Followed
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.profiles import slow_compute
 from tests.stages.stage_models import MODELS
@@ -321,3 +323,13 @@ def test_what_is_asked_of_an_op_is_not_asked_of_its_value_in_another_stage() -> 
     reads = lambda strategies: [i for i, one in enumerate(strategies) if one.operands]
     asked = Narrowing(allowed={crossing.name: reads for crossing in passing})
     assert passing and plan_stages(replace(task, narrowing=asked), "pp", 1).cut == free.cut
+
+
+def test_a_parameter_that_forward_changes_is_on_no_other_rank() -> None:
+    """Without stages it may change: the remedy works."""
+    model, x = Followed(), torch.randn(4, 6)
+    plan = functools.partial(find_plan, model, PP, (x,), profile=slow_compute(), micro_batches=2)
+    with pytest.raises(InfeasibleError, match=r"changes parameter slow\.weight in place") as caught:
+        plan(stages="pp")
+    assert "try: stages=None" in str(caught.value)
+    assert plan(stages="auto").axis == plan().axis == ""
