@@ -13,33 +13,26 @@ median step of the slowest rank, bytes that the busiest rank sends in one, and t
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import platform
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from benchmarks.cluster import Cluster, ClusterError
+from benchmarks.cluster import ClusterError, Launch, answer, launcher
 from benchmarks.space.worker import add_work_options, work_of
 
 __all__ = ["main"]
 
 WORKER = ("-m", "benchmarks.space.worker")
 BY_HAND = "isend/irecv"
-TIMEOUT_SECONDS = 1800.0
-
-Launch = Callable[[Sequence[str]], None]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -72,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _time_tables(given: argparse.Namespace) -> None:
     for ranks in given.ranks:
-        with _launcher(given, ranks) as launch:
+        with launcher(ranks, given.rate, given.latency) as launch:
             for size in given.size:
                 rows = _measured(launch, "times", given, size)
                 print("\n".join(_time_table(rows, f"{work_of(given, size).text}, {ranks} ranks")), flush=True)
@@ -101,7 +94,7 @@ def _memory_table(given: argparse.Namespace) -> None:
         print("| --- | --- | --- | --- | --- |")
         first: tuple[int, float] | None = None
         for ranks in given.ranks:
-            with _launcher(given, ranks) as launch:
+            with launcher(ranks, given.rate, given.latency) as launch:
                 found = _measured(launch, "memory", given, size)
             first = first or (ranks, found["peak"])
             part = found["peak"] / first[1]
@@ -115,29 +108,7 @@ def _memory_table(given: argparse.Namespace) -> None:
 def _measured(launch: Launch, task: str, given: argparse.Namespace, size: int) -> Any:
     options = {name: getattr(given, name) for name in ("space", "channels", "layers", "batch", "rounds")}
     options |= {name: getattr(given, name) for name in ("backend", "profile", "budget", "only")}
-    words = [
-        word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        launch([*WORKER, task, "--size", str(size), "--out", str(path), *words])
-        return json.loads(path.read_text())
-
-
-@contextlib.contextmanager
-def _launcher(given: argparse.Namespace, ranks: int) -> Iterator[Launch]:
-    """Starts the worker on `ranks` ranks: of this machine, or each a host of an emulated cluster."""
-    if given.rate is None and given.latency is None:
-        yield lambda program: _run_here(ranks, program)
-        return
-    with Cluster(ranks, 1, given.rate, latency=given.latency) as cluster:
-        yield lambda program: cluster.run(program, timeout=TIMEOUT_SECONDS)
-
-
-def _run_here(ranks: int, program: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run([*command, *program], env=env, check=True, timeout=TIMEOUT_SECONDS)
+    return answer(launch, (*WORKER, task), {"size": size, **options})
 
 
 def _about(given: argparse.Namespace) -> str:

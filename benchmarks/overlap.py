@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def compare(arguments: argparse.Namespace) -> None:
         report(arguments, model, times, ways)
 
 
-def times_in_turns(ways: dict[str, Way], steps: int) -> dict[str, list[float]]:
+def times_in_turns(ways: Mapping[str, Step], steps: int) -> dict[str, list[float]]:
     """Seconds of each step, of all ranks together, after two to warm up."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(steps + 2):
@@ -154,6 +154,12 @@ def report(
         median = statistics.median(times[name])
         ratio = f"{base / median:.2f}x"
         print(f"  {name:20} {median * 1e3:8.1f} ms  {ratio}  {way.collectives:3d} collectives", flush=True)
+
+
+class Step(Protocol):
+    """Something that takes steps, with ranks alike."""
+
+    def step(self) -> Any: ...
 
 
 class Way:

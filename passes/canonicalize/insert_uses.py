@@ -19,6 +19,7 @@ from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, Property, describe
 from passes.ir.joint import JointGraph, ancestors, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_pointwise, is_use, when_read
 from passes.ir.torch_sizes import SizesLost, computed, counts_as, sizes_in, with_sizes
+from passes.ops.routed_ops import READ_ROWS
 from passes.rules.core.rule_registry import rule_for
 
 aten = torch.ops.aten
@@ -227,7 +228,8 @@ class InsertUses(GraphPass):
     constant (`full`) needs no use: every reader can have it in any layout for nothing.
 
     What the forward reads through a window the backward often reads through the same (a convolution's input, for
-    the weight's gradient). Both then share the forward's use: a halo is kept, and not exchanged again.
+    the weight's gradient). Both then share the forward's use: a halo is kept, and not exchanged again. So it is with
+    rows of experts and their ids: where rows were sent, they are kept.
 
     Last of the pipeline: no other pass looks through a `use`.
     """
@@ -255,8 +257,8 @@ def _insert(node: fx.Node, order: dict[fx.Node, int]) -> None:
     forward = [reader for reader in readers if reader.meta["phase"] == "forward"]
     backward = [reader for reader in readers if reader.meta["phase"] == "backward"]
     kept: list[fx.Node] = []
-    if forward and backward and any(_through_window(reader, node) for reader in forward):
-        kept = [reader for reader in backward if _through_window(reader, node)]
+    if forward and backward and any(_in_parts(reader, node) for reader in forward):
+        kept = [reader for reader in backward if _in_parts(reader, node)]
     for phase, group in (
         ("forward", sorted([*forward, *kept], key=order.__getitem__)),
         ("backward", [reader for reader in backward if reader not in kept]),
@@ -276,7 +278,10 @@ def _share(node: fx.Node, phase: str, group: Sequence[fx.Node]) -> None:
         reader.replace_input_with(node, use)
 
 
-def _through_window(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether `reader` sees `node` through a window."""
-    windows = rule_for(reader).windows
-    return any(tensor_operands(reader)[t] is node for t, _ in windows if t < len(tensor_operands(reader)))
+def _in_parts(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether `reader` sees `node` through a window, or as rows or ids of experts."""
+    operands = tensor_operands(reader)
+    rows = READ_ROWS.get(reader.target)
+    if rows is not None and node in (*operands[:rows], operands[-1]):
+        return True
+    return any(operands[t] is node for t, _ in rule_for(reader).windows if t < len(operands))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ class RankRing:
     group: str
     index: int
     parts: tuple[Span, ...]
+    kept: dict[fx.Node, fx.Node]
     steps: int = 0
 
     def exchange(self, flat: fx.Node, sent: Sequence[int], received: Sequence[int]) -> fx.Node:
@@ -69,6 +70,18 @@ class OpOnRank:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.emit(self.node, target, args, kwargs)
+
+
+def in_ring(context: OpOnRank, held: Collection[fx.Node], kept: dict[str, dict[fx.Node, fx.Node]]) -> Any:
+    """What the op's rule emits. held: operands that it reads as they are held, which all ranks know; kept: by group,
+    what rings before made of such, which this one adds to."""
+    ring, localize = context.ring, context.rule.localize
+    assert ring is not None and localize is not None
+    known = kept.setdefault(ring.group, {})
+    ring.kept.update({node: known[node] for node in held if node in known})
+    result = localize(context)
+    known.update({node: made for node, made in ring.kept.items() if node in held})
+    return result
 
 
 @dataclass(frozen=True)

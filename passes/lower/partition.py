@@ -19,7 +19,7 @@ from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_input, copied_node
 from passes.layout.layout import RING, Layout, NodeLayouts, Span
 from passes.lower.interior import exchange_before, in_parts, interior_of
-from passes.lower.op_on_rank import Arrival, OpOnRank, RankRing, Served
+from passes.lower.op_on_rank import Arrival, OpOnRank, RankRing, Served, in_ring
 from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.plan.transfers import ring_turns
 from passes.redistribution.emit_steps import Emitter
@@ -111,6 +111,7 @@ class _Writer:
     transfers: list[Transfer] = field(default_factory=list)
     arrivals: dict[Transfer, Arrival] = field(default_factory=dict)
     written: dict[Hashable, _Written] = field(default_factory=dict)
+    kept: dict[str, dict[fx.Node, fx.Node]] = field(default_factory=dict)  # by group
 
     def write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -166,7 +167,9 @@ class _Writer:
         context = OpOnRank(self._emit, self.mesh, self.rank, node, args, kwargs, rule, layouts)
         if rule.exchange is not None:
             context.ring = self._ring(node, rule.sizes[rule.exchange.factor], layouts)
-            return rule.localize(context)  # type: ignore[misc]
+            reads = zip(tensor_operands(node), operands, layouts.operands, strict=True)
+            held = {local for operand, local, wanted in reads if self._held(operand) == wanted}
+            return in_ring(context, held, self.kept)
         interiors = self.planned.interiors
         if node.name in interiors:
             parts = self._in_parts(context, rule, interiors[node.name], operands)
@@ -182,7 +185,7 @@ class _Writer:
         meta = _meta(node) | order | {"serves": node.meta.get("module", "") or node.name}
         index = self.mesh.linear_index(self.rank, split.axes)
         emitter = Emitter(self.graph, meta, self.calls)
-        return RankRing(emitter, self.groups[split.axes], index, split.parts(length, self.mesh))
+        return RankRing(emitter, self.groups[split.axes], index, split.parts(length, self.mesh), {})
 
     def _alike(
         self,
@@ -236,10 +239,12 @@ class _Writer:
             for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True))
         ]
 
-    def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node, position: int) -> fx.Node:
+    def _held(self, operand: fx.Node) -> Layout:
         producer, index = result_index(operand)
-        held = self.planned.layouts[producer.name].results[index]
-        local = self.local[operand]
+        return self.planned.layouts[producer.name].results[index]
+
+    def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node, position: int) -> fx.Node:
+        held, local = self._held(operand), self.local[operand]
         if held == wanted:
             return local
         value = node_value(operand)

@@ -254,13 +254,14 @@ def _packed(x: Tensor) -> Tensor:
 def _by_group(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
     length = a.shape[0] if b.ndim == 3 else a.shape[1]
     ends = [0, *offs.clamp(0, length).tolist()]
-    result = a.new_zeros(_shape(a, b, count))
+    result = a.new_empty(_shape(a, b, count))
+    if b.ndim == 3:
+        result[: ends[first]] = 0
+        result[ends[first + count] :] = 0
     for group in range(count):
         begin, end = ends[first + group], ends[first + group + 1]
-        if begin >= end:
-            continue
         if b.ndim == 3:
-            result[begin:end] = a[begin:end] @ b[group]
+            torch.mm(a[begin:end], b[group], out=result[begin:end])
         else:
-            result[group] = a[:, begin:end] @ b[begin:end]
+            torch.mm(a[:, begin:end], b[begin:end], out=result[group])
     return result

@@ -64,6 +64,17 @@ def _run(module: fx.GraphModule, batch: int = 2, ids: tuple[int, int] = (0, 3)) 
     return [x for x in fx.Interpreter(expanded).run(*values) if isinstance(x, Tensor)]
 
 
+def test_the_backward_reads_rows_and_ids_as_the_forward() -> None:
+    """By one use of each: what was sent to the ranks of experts is kept."""
+    graph = canonicalize(capture(Experts(), _inputs(), {}).joint).module.graph
+    first, *_ = (node for node in graph.nodes if node.target in READ_ROWS)
+    rows, _, ids = first.all_input_nodes
+    outer = [node for node in graph.nodes if "routed_outer" in str(node.target) and rows in node.args]
+    assert is_use(rows) and is_use(ids) and len(outer) == 1
+    backward = [node for node in graph.nodes if node.target in READ_ROWS and node.meta["phase"] == "backward"]
+    assert len(backward) == 4 and all(node.args[-3] is ids for node in backward)
+
+
 def test_one_sort_and_one_way_there_and_back_in_each_direction() -> None:
     plain = _graph()
     made = with_sorted_rows(plain)

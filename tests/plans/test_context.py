@@ -14,9 +14,12 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from autoshard import MeshSpec, Plan, find_plan, verify
+from autoshard.planning import canonical_capture
 from cost_model.profile import Profile
 from passes.layout.layout import RING
+from passes.lower.partition import partition
 from passes.redistribution.steps import HaloExchange, HaloReduce, Step
+from passes.simulate.lockstep import simulated_groups
 from tests.plans.patterns import OneHead
 from tests.profiles import slow_compute
 
@@ -86,6 +89,25 @@ def test_each_way_is_the_fastest_somewhere(model: nn.Module, slower: float, fact
     sizes = [{"sequence": UNEVEN}] if factor == RING and isinstance(model, Heads) else []
     report = verify(model, plan, (torch.randn(1, RANKS * 16, 32).double(),), sizes=sizes)
     assert report.ok and report.max_error < 1e-12, str(report)
+
+
+def test_the_backward_swaps_what_the_forward_did_not() -> None:
+    """Of a rank's 16 positions of 32 half is swapped with one other rank: of q, k and v, and of the result with its
+    log-sum-exp after; in the backward of both with the result's gradient, and of gradients after. Keys and values and
+    gradients of these go round between."""
+    model, part = OneHead(), torch.randn(1, 16, 32)
+    plan = find_plan(model, MeshSpec({"cp": RANKS}), (part,), profile=prices(), **SPLIT)  # type: ignore[arg-type]
+    whole = torch.randn(1, RANKS * 16, 32)
+    joint, (stage,) = canonical_capture(model, (whole,), {}).joint, plan.stages
+    half, keys = 8 * 32, 2 * 16 * 32
+    for rank in range(RANKS):
+        module = partition(joint, stage.planned, plan.mesh, rank, simulated_groups(plan.mesh)).module
+        exchanges = [n for n in module.graph.nodes if "all_to_all" in str(n.target) and "ring" in n.meta]
+        found = [node.args[0].meta["val"].numel() for node in exchanges]
+        forward = [3 * half, keys, keys, keys, half + 8]
+        assert found[:6] == [*forward, 2 * half + 8] and found[-1] == 3 * half
+        swapped = [exchanges[i].args[2] for i in (0, 4, 5, -1)]
+        assert all([to for to, n in enumerate(sent) if n] == [RANKS - 1 - rank] for sent in swapped)
 
 
 def test_within_a_limit_keys_are_not_gathered() -> None:

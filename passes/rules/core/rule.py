@@ -24,12 +24,15 @@ Dim = tuple[str, ...]
 
 
 class Ring(Protocol):
-    """The ranks that split the factor of `Exchange`. index: this rank's among them; parts: what each has of it."""
+    """The ranks that split the factor of `Exchange`. index: this rank's among them; parts: what each has of it. kept:
+    operand -> what an op before made of it for the ring, and what this one does."""
 
     @property
     def index(self) -> int: ...
     @property
     def parts(self) -> tuple[Span, ...]: ...
+    @property
+    def kept(self) -> dict[fx.Node, fx.Node]: ...
 
     def exchange(self, flat: fx.Node, sent: Sequence[int], received: Sequence[int]) -> fx.Node:
         """What the ranks send to this one, in their order. sent, received: elements for and from each. All of the ring
@@ -77,7 +80,7 @@ class Exchange:
     """Of an op that exchanges within itself what ranks have of `factor`, in torch.chunk's parts in mesh order.
 
     round:   tensors, counted through operands and results, of which every rank has all parts one after the other.
-    swapped: those of which half of a part is exchanged before, or after.
+    swapped: those of which half of a part is exchanged before, or after, and was not by an op before.
     """
 
     factor: str

@@ -95,9 +95,14 @@ def _attention(
 
     causal, masked = call["is_causal"], call["mask"] is not None
     seen = _Seen(queries, keys, call["window"])
-    around = tuple(i for i, name in enumerate((*names, *results)) if name in ("k", "v"))
+    every = (*names, *results)
+    around = tuple(i for i, name in enumerate(every) if name in ("k", "v"))
     of_keys = [(i, LENGTH) for i in around]
-    exchange = Exchange(RING, around, tuple(range(len(names) + len(results))))
+    # The forward swaps what it is given, the backward what it is given beside that.
+    swapped = tuple(
+        i for i, name in enumerate(every) if i >= len(names) or not reductions or name not in "qkv"
+    )
+    exchange = Exchange(RING, around, swapped)
     if groups in (1, heads):
         found = [replace(way, unless=("b", "h")) for way in ways({"g": ("h",)})]
     else:

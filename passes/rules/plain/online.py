@@ -71,7 +71,17 @@ def cut(ctx: LocalContext, x: fx.Node, span: Span) -> fx.Node:
 
 
 def joined(ctx: LocalContext, parts: Sequence[fx.Node]) -> fx.Node:
-    return parts[0] if len(parts) == 1 else ctx.call(aten.cat.default, list(parts), LENGTH)
+    """In memory as kernels leave them: of log-sum-exps heads are outside, of all else inside."""
+    if len(parts) == 1:
+        return parts[0]
+    if node_value(parts[0]).ndim == LENGTH + 1:
+        return ctx.call(aten.cat.default, list(parts), LENGTH)
+    return turned(ctx, ctx.call(aten.cat.default, [turned(ctx, x) for x in parts], 1))
+
+
+def turned(ctx: LocalContext, x: fx.Node) -> fx.Node:
+    """[b, h, s, d] as [b, s, h, d], [b, h, s] as [b, s, h]; turned twice it is as before."""
+    return ctx.call(aten.permute.default, x, [0, 2, 1, *range(3, node_value(x).ndim)])
 
 
 def cast(ctx: LocalContext, x: fx.Node, dtype: torch.dtype) -> fx.Node:

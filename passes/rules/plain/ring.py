@@ -6,9 +6,11 @@
     with the other's        3 x 1, 3 x 2                  1 x 0, 2 x 0
     swapped back
 
-Mirrored pieces, r and 2 n - 1 - r of 2 n, make causal work the same on all ranks, in every round. Each rank hands on
-the keys that it got in the round before, so a message travels while that round is computed. Gradients of keys go from
-where they are computed straight to the rank that has them. All follows from the positions, which all ranks know.
+Mirrored pieces, p and 2 n - 1 - p of 2 n, make causal work the same on all ranks, in every round. Each rank keeps one
+of its pieces and swaps the other with the mirrored rank, n - 1 - r. The backward reads queries, keys and values as the
+forward swapped them. Each rank hands on the keys that it got in the round before, so a message travels while that round
+is computed. Gradients of keys go from where they are computed straight to the rank that has them. All follows from the
+positions, which all ranks know.
 """
 
 from __future__ import annotations
@@ -24,7 +26,18 @@ from passes.ir.joint import node_value
 from passes.layout.layout import Span
 from passes.rules.core.emit_op import argument, aten, filled
 from passes.rules.core.rule import LocalContext, Ring
-from passes.rules.plain.online import LENGTH, Online, Product, added, call, cut, joined, total, visible
+from passes.rules.plain.online import (
+    LENGTH,
+    Online,
+    Product,
+    added,
+    call,
+    cut,
+    joined,
+    total,
+    turned,
+    visible,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,8 @@ class _Pieces:
         spans = tuple(span for lo, middle, hi in ends for span in ((lo, middle), (middle, hi)))
         n = len(parts)
         before = tuple((2 * r, 2 * r + 1) for r in range(n))
-        return _Pieces(spans, before, tuple((r, 2 * n - 1 - r) for r in range(n)))
+        first = (2 * r if 2 * r < n else 2 * (n - 1 - r) + 1 for r in range(n))
+        return _Pieces(spans, before, tuple((p, 2 * n - 1 - p) for p in first))
 
     def held(self, rank: int) -> list[Span]:
         """Positions of a rank, swapped."""
@@ -164,9 +178,10 @@ class _Run:
 
     def swapped(self, tensors: Sequence[fx.Node], *, back: bool = False) -> list[fx.Node]:
         """Their pieces that this rank has after the swap, or before it. Those of one dtype go in one message."""
-        found: dict[fx.Node, fx.Node] = {}
-        for dtype in dict.fromkeys(node_value(x).dtype for x in tensors):
-            alike = [x for x in tensors if node_value(x).dtype == dtype]
+        found = dict[fx.Node, fx.Node]() if back else self.ring.kept
+        left = [x for x in tensors if x not in found]
+        for dtype in dict.fromkeys(node_value(x).dtype for x in left):
+            alike = [x for x in left if node_value(x).dtype == dtype]
             found.update(zip(alike, self._swapped(alike, back), strict=True))
         return [found[x] for x in tensors]
 
@@ -216,8 +231,7 @@ class _Run:
         """In memory as kernels leave them, heads inside."""
         flat: list[fx.Node] = []
         for x in tensors:
-            turned = self.ctx.call(aten.permute.default, x, _turned(x))
-            flat.append(self.ctx.call(aten.reshape.default, turned, [node_value(x).numel()]))
+            flat.append(self.ctx.call(aten.reshape.default, turned(self.ctx, x), [node_value(x).numel()]))
         return self._cat(flat)
 
     def _cat(self, flat: list[fx.Node]) -> fx.Node:
@@ -231,17 +245,10 @@ class _Run:
         found: list[fx.Node] = []
         start = 0
         for x in like:
-            shape = [*node_value(x).shape]
-            shape[LENGTH] = count
+            batch, heads, _, *size = node_value(x).shape
+            shape = [batch, count, heads, *size]
             end = start + math.prod(shape)
             part = self.ctx.call(aten.slice.Tensor, flat, 0, start, end)
-            order = _turned(x)
-            turned = self.ctx.call(aten.view.default, part, [shape[d] for d in order])
-            found.append(self.ctx.call(aten.permute.default, turned, order))
+            found.append(turned(self.ctx, self.ctx.call(aten.view.default, part, shape)))
             start = end
         return found
-
-
-def _turned(x: fx.Node) -> list[int]:
-    """[b, h, s, d] as [b, s, h, d]; turned twice it is as before."""
-    return [0, 2, 1, *range(3, node_value(x).ndim)]
