@@ -139,7 +139,7 @@ def leaf(monkeypatch: pytest.MonkeyPatch, kind: Any, session: Any) -> Callable[[
     monkeypatch.setattr(executable_module, "local_device", lambda mesh: MINE)
     joint: Any = SimpleNamespace(constants={"x": torch.tensor(2.5)})
     side = InputSide((2,), Layout.replicated(1))
-    return executable_module._leaf(session, joint, GraphInput(kind, "x", 0), side)
+    return executable_module._leaf(session, joint, GraphInput(kind, "x", 0), side, True)
 
 
 @pytest.mark.parametrize("kind", ["seed", "constant", "input"])
