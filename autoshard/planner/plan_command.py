@@ -175,7 +175,7 @@ def _sheet(arguments: argparse.Namespace, configuration: Configuration | None) -
     for subject, text in asked.lines():
         _say(subject, text)
     if configuration is None:
-        run, plan = _best(asked, _shapes(arguments), arguments.micro_batches)
+        run, plan = _best(asked, _shapes(arguments), [arguments.micro_batches])
         _say("autoshard", asked.words(run))
         print(plan, end="")
         return plan
@@ -230,7 +230,7 @@ def _shapes(arguments: argparse.Namespace) -> list[dict[str, int]]:
     return [{"dp": arguments.gpus}, *({"dp": arguments.gpus // size, "tp": size} for size in inner)]
 
 
-def _best(asked: _Workload, shapes: list[dict[str, int]], pieces: int | str) -> tuple[Run, Plan]:
+def _best(asked: _Workload, shapes: list[dict[str, int]], pieces: list[int | str]) -> tuple[Run, Plan]:
     """On the shape of the mesh where it is fastest; of several a line each. Raises the first's InfeasibleError."""
     from autoshard.planner.priced_runs import best_run, captured_on, model_flops
 
@@ -263,7 +263,7 @@ def _beside(asked: _Workload, configuration: Configuration) -> Plan:
     sizes = {"dp": configuration.gpus // configuration.tensor, "tp": configuration.tensor}
     shape = {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
     pieces = configuration.pieces(asked.batch)
-    best, plan = _best(asked, [shape], pieces if asked.fits(run) else "auto")
+    best, plan = _best(asked, [shape], [pieces, "auto"] if asked.fits(run) else ["auto"])
     _say("autoshard", asked.words(best))
     bound = ""
     if best.bound and plan.micro_batches == pieces:  # it is of plans in as many

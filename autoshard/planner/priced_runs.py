@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,7 @@ from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planner.configuration import Configuration
 from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.errors import ShardingError
+from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
@@ -78,20 +79,31 @@ def captured_on(call: Call, machine: Machine) -> Captured:
 
 
 def best_run(
-    call: Call, axes: Mapping[str, int], machine: Machine, pieces: int | str, flops: float
+    call: Call, axes: Mapping[str, int], machine: Machine, pieces: Sequence[int | str], flops: float
 ) -> tuple[Run, Plan]:
-    """By the plan that autoshard finds. flops: the model's (`model_flops`)."""
+    """By the plan that autoshard finds, in the first of these numbers of micro-batches in which there is one. flops:
+    the model's (`model_flops`). Raises the last's InfeasibleError."""
     model, args, kwargs = call
-    plan = find_plan(
-        model,
-        machine.mesh(axes),
-        (args, kwargs),
-        profile=machine.profile,
-        memory_limit=machine.memory_limit,
-        micro_batches=pieces,
-        optimizer=machine.optimizer,
-        time_limit=machine.seconds,
-    )
+
+    def planned(count: int | str) -> Plan:
+        return find_plan(
+            model,
+            machine.mesh(axes),
+            (args, kwargs),
+            profile=machine.profile,
+            memory_limit=machine.memory_limit,
+            micro_batches=count,
+            optimizer=machine.optimizer,
+            time_limit=machine.seconds,
+        )
+
+    for count in pieces[:-1]:
+        with suppress(InfeasibleError):
+            return _run_of(planned(count), flops)
+    return _run_of(planned(pieces[-1]), flops)
+
+
+def _run_of(plan: Plan, flops: float) -> tuple[Run, Plan]:
     return Run(plan.step_time, plan.peak_memory + plan.reserve, flops, plan.lower_bound), plan
 
 

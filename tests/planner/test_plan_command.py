@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +15,18 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan
 from autoshard.plan.plan import PipelinePlan
+from autoshard.planner import priced_runs
 from autoshard.planner.configuration import Configuration
 from autoshard.planner.meta_models import GivenModel, MetaModel
-from autoshard.planner.priced_runs import Machine, configured_plan, configured_run, model_flops, priced
+from autoshard.planner.priced_runs import (
+    Machine,
+    Run,
+    best_run,
+    configured_plan,
+    configured_run,
+    model_flops,
+    priced,
+)
 from autoshard.planning import canonical_capture
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
@@ -145,6 +155,23 @@ def test_flops_of_a_step_are_three_times_those_of_the_forward() -> None:
     model = given()
     joint = canonical_capture(model.model, model.args, {}).joint
     assert model_flops(joint) == 3 * 2 * (8 * 4) * (16 * 64 + 64 * 16)
+
+
+def test_what_has_no_plan_in_as_many_micro_batches_has_one_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last number the error is raised."""
+    asked: list[object] = []
+
+    def found(*_: object, micro_batches: object, **others: object) -> Mock:
+        asked.append(micro_batches)
+        if micro_batches != "auto":
+            raise InfeasibleError(f"none in {micro_batches}")
+        return Mock(step_time=2.0, peak_memory=3, reserve=4, lower_bound=1.0)
+
+    monkeypatch.setattr(priced_runs, "find_plan", found)
+    run, _ = best_run((nn.Identity(), (), {}), {"dp": 2}, MACHINE, [4, "auto", 8], 5.0)
+    assert (run, asked) == (Run(2.0, 7, 5.0, 1.0), [4, "auto"])
+    with pytest.raises(InfeasibleError, match="none in 2"):
+        best_run((nn.Identity(), (), {}), {"dp": 2}, MACHINE, [4, 2], 5.0)
 
 
 def test_a_configuration_beside_the_best_plan(
