@@ -47,6 +47,8 @@ class EndRows(GraphPass):
             rows = _behind(joint.graph, products, read)
             ends = rows.union(products)
             ordered = [node for node in joint.graph.nodes if node in ends]  # a set has no order
+            for node in reversed(ordered):
+                _repeat_condition(node, products, rows)
             for node in ordered:
                 if (
                     not isinstance(node.meta["val"], (tuple, list))
@@ -210,7 +212,7 @@ def _repeat_tokens(graph: fx.Graph, products: list[fx.Node]) -> None:
 def _end(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:
     """Let what reads `node` and is none of `rows` read it where it is of all rows again."""
     groups = products[0].args[-3:]
-    outside = [u for u in node.users if u not in rows and not (u in products and _reads_rows(u, node))]
+    outside = _outside(node, products, rows)
     last = len(shape_of(_ids(products[0]))) - 1
     sums = [
         u
@@ -221,10 +223,31 @@ def _end(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:
         replace(reader, emit(reader, ours.sum_rows.default, node, *groups))
     left = [reader for reader in outside if reader not in sums]
     if left and (node in rows or sums):
-        first = next(n for n in _following(node) if n in left)
-        own = emit_at(first, node, ours.own_rows.default, (node, *groups), {})
-        for reader in left:
-            reader.replace_input_with(node, own)
+        _read_instead(node, left, ours.own_rows.default, (node, *groups), {})
+
+
+def _repeat_condition(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> None:
+    """There is no sum of conditions: what reads one for all rows reads one that is computed of all rows."""
+    value, outside = node.meta["val"], _outside(node, products, rows)
+    if not (outside and isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return
+    if len(outside) == len(node.users):
+        rows.discard(node)
+    else:
+        _read_instead(node, outside, node.target, node.args, node.kwargs)
+
+
+def _outside(node: fx.Node, products: list[fx.Node], rows: set[fx.Node]) -> list[fx.Node]:
+    """Readers that are none of `rows`."""
+    return [u for u in node.users if u not in rows and not (u in products and _reads_rows(u, node))]
+
+
+def _read_instead(node: fx.Node, readers: list[fx.Node], target: Any, args: Any, kwargs: Any) -> None:
+    """What these read in place of `node`: of its shape, before the first of them."""
+    first = next(n for n in _following(node) if n in readers)
+    made = emit_at(first, node, target, args, kwargs)
+    for reader in readers:
+        reader.replace_input_with(node, made)
 
 
 def _following(node: fx.Node) -> Iterator[fx.Node]:

@@ -74,7 +74,7 @@ routed_outer = differentiable_operator(
 def own_rows_reference(a: Tensor, ids: Tensor, first: int, count: int) -> Tensor:
     """`own_rows` as a choice by row."""
     own = (ids >= first) & (ids < first + count)
-    return torch.where(own.reshape(*ids.shape, *[1] * (a.ndim - ids.ndim)), a, 0)
+    return torch.where(own.reshape(*ids.shape, *[1] * (a.ndim - ids.ndim)), a, a.new_zeros(()))
 
 
 def sum_rows_reference(a: Tensor, ids: Tensor, first: int, count: int) -> Tensor:

@@ -41,3 +41,26 @@ def test_they_end_in_the_graphs_order() -> None:
     order = {node: place for place, node in enumerate(joint.graph.nodes)}
     ended = [order[node.all_input_nodes[0]] for node in order if node.target is own_rows]
     assert len(ended) == 4 and ended == sorted(ended)
+
+
+class Chosen(nn.Module):
+    """A condition on products, for a choice among rows of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.others = nn.Parameter(torch.randn(4, 8, 2, WIDTH))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        rows = x[:, :, None, :].expand(*ids.shape, WIDTH)
+        y = routed_mm(rows, self.experts, ids, 0, EXPERTS).tanh()
+        chosen = torch.where((y > 0) & (y < 0.9), y, 0.0)
+        return (chosen.sum(2) * weights.sum(-1, keepdim=True)).sum() + (chosen > 0).sum() + self.others.sum()
+
+
+def test_conditions_are_of_all_rows() -> None:
+    """A rank's zeros for others' rows are no summand of a condition."""
+    model, call = Chosen().double(), routed_call(ROUTINGS["random"]())
+    joint = canonicalize(capture(model, call, {}).joint)
+    ended = [node.all_input_nodes[0] for node in joint.graph.nodes if node.target is own_rows]
+    assert ended and all(node.meta["val"].is_floating_point() for node in ended)
