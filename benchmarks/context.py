@@ -13,15 +13,12 @@ first say of the step, and its median on the slowest rank, with quartiles.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +31,8 @@ from autoshard.plan.judged import Judged, judged, prices_of
 from autoshard.planning import canonical_capture
 from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for
-from benchmarks.cluster import Launch, answer, launcher
+from benchmarks.cluster import Launch, add_options, answer, launcher
+from benchmarks.cluster.rank import answered
 from benchmarks.context_by_torch import ROTATIONS, TorchRing, cpu_kernel
 from benchmarks.overlap import Step, Way, times_in_turns
 from cost_model.mesh import MeshSpec
@@ -58,7 +56,7 @@ AXIS = "cp"
 def main(words: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(words)
     if given.out:
-        _rank(given)
+        answered(given.out, lambda: _rows(given, dist.get_world_size(), dist.get_rank()))
         return 0
     machine = f"{os.cpu_count()} CPUs ({platform.machine()}), torch {torch.__version__}"
     links = f"links of {given.rate}, " if given.rate else ""
@@ -79,16 +77,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--steps", type=int, default=7, help="of each, after two to warm up")
-    parser.add_argument("--rate", help="of each rank's link, on an emulated cluster: 300mbit")
-    parser.add_argument(
-        "--budget", type=float, default=10.0, help="seconds in which prices are measured; 0: nominal"
-    )
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # for what ranks are told
+    add_options(parser)
     return parser
 
 
@@ -108,18 +101,6 @@ def measured(launch: Launch, given: argparse.Namespace) -> dict[str, dict[str, A
     """Way -> figures, of as many ranks as `launch` starts."""
     names = ("tokens", "width", "heads", "steps", "budget")
     return answer(launch, ("-m", "benchmarks.context"), {name: getattr(given, name) for name in names})
-
-
-def _rank(given: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        rows = _rows(given, dist.get_world_size(), dist.get_rank())
-        if dist.get_rank() == 0:
-            given.out.write_text(json.dumps(rows))
-    finally:
-        dist.destroy_process_group()
 
 
 def _rows(given: argparse.Namespace, ranks: int, rank: int) -> dict[str, dict[str, Any]]:

@@ -12,17 +12,14 @@ all ranks, the ratio to the one by hand, how far results and gradients are from 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoshard import Plan, Profile, autoshard
 from autoshard.profiling.startup import attend
-from benchmarks.cluster import Launch, answer, launcher
+from benchmarks.cluster import Launch, add_options, answer, launcher
+from benchmarks.cluster.rank import answered
 from benchmarks.overlap import times_in_turns
 
 BY_HAND = "all_to_all_single"
@@ -44,7 +42,7 @@ AXIS = "ep"
 def main(words: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(words)
     if given.out:
-        _rank(given)
+        answered(given.out, lambda: _rows(given, dist.get_world_size(), dist.get_rank()))
         return 0
     command = "python -m benchmarks.experts " + " ".join(sys.argv[1:])
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
@@ -59,18 +57,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, default=1024, help="of a rank")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512, help="of an expert")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--chosen", type=int, default=2, help="experts of a token")
     parser.add_argument("--steps", type=int, default=9, help="of each, after two to warm up")
-    parser.add_argument("--rate", help="of each rank's link, on an emulated cluster: 300mbit")
-    parser.add_argument(
-        "--budget", type=float, default=10.0, help="seconds in which prices are measured; 0: nominal"
-    )
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # for what ranks are told
+    add_options(parser)
     return parser
 
 
@@ -212,18 +205,6 @@ def _planned(
 def _moves(plan: Plan) -> str:
     moved = [step.name for step in plan.collectives]
     return ", ".join(f"{moved.count(name)} {name}" for name in dict.fromkeys(moved))
-
-
-def _rank(given: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        rows = _rows(given, dist.get_world_size(), dist.get_rank())
-        if dist.get_rank() == 0:
-            given.out.write_text(json.dumps(rows))
-    finally:
-        dist.destroy_process_group()
 
 
 def _rows(given: argparse.Namespace, ranks: int, rank: int) -> list[dict[str, Any]]:

@@ -48,8 +48,6 @@ TRITON_FORWARD, TRITON_BACKWARD = 1.4, 2.0
 """Times as long as FlashAttention-2, which the profiles have, took FlashAttention in Triton. [Dao 2023,
 FlashAttention-2, section 4.1, on an A100: "around 1.3-1.5x faster than FlashAttention in Triton in the forward pass
 and around 2x faster in the backward pass"]"""
-
-
 CUDNN = 1 / 1.7
 """Times as long as FlashAttention-2 takes cuDNN's attention on Hopper, at most: "1.7-2.3x faster for training shapes".
 [huggingface/transformers pull request 48163]"""
@@ -128,13 +126,9 @@ def gpu_profile(gpu: str) -> Profile:
     profile = Profile.named(PROFILES[gpu])
     if gpu != "h100_96gb":
         return profile
-    device, pace = profile.device, AT_700_WATTS / AT_500_WATTS
-    slower = {
-        name: tuple(paced_rates(rates, pace) for rates in getattr(device, name))
-        for name in ("matmul", "attention")
-    }
-    bandwidth = device.memory_bytes_per_second * HBM2E / HBM3
-    return replace(profile, device=replace(device, memory_bytes_per_second=bandwidth, **slower))
+    bandwidth = profile.device.memory_bytes_per_second * HBM2E / HBM3
+    device = replace(profile.device, memory_bytes_per_second=bandwidth)
+    return _paced(replace(profile, device=device), AT_700_WATTS / AT_500_WATTS, "matmul", "attention")
 
 
 def profile_of(row: Row) -> Profile:
@@ -144,9 +138,13 @@ def profile_of(row: Row) -> Profile:
 
 def attending(profile: Profile, pace: float) -> Profile:
     """With attention that takes `pace` times as long."""
-    device = profile.device
-    rates = tuple(paced_rates(rates, pace) for rates in device.attention)
-    return replace(profile, device=replace(device, attention=rates))
+    return _paced(profile, pace, "attention")
+
+
+def _paced(profile: Profile, pace: float, *kinds: str) -> Profile:
+    """With kernels of these kinds that take `pace` times as long."""
+    rates = {kind: tuple(paced_rates(of, pace) for of in getattr(profile.device, kind)) for kind in kinds}
+    return replace(profile, device=replace(profile.device, **rates))
 
 
 def _triton_pace(row: Row) -> float:

@@ -12,6 +12,15 @@ rate of their hosts, in each direction at once. Needs root (or a user namespace)
 from benchmarks.cluster.cluster import Cluster
 from benchmarks.cluster.errors import ClusterError, NoNamespaces
 from benchmarks.cluster.host import why_not_here
-from benchmarks.cluster.ranks import Launch, answer, launcher
+from benchmarks.cluster.ranks import Launch, add_options, answer, launcher
 
-__all__ = ["Cluster", "ClusterError", "Launch", "NoNamespaces", "answer", "launcher", "why_not_here"]
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "Launch",
+    "NoNamespaces",
+    "add_options",
+    "answer",
+    "launcher",
+    "why_not_here",
+]

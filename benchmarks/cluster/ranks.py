@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,12 +15,22 @@ from typing import Any
 
 from benchmarks.cluster.cluster import Cluster
 
-__all__ = ["Launch", "answer", "launcher"]
+__all__ = ["Launch", "add_options", "answer", "launcher"]
 
 TIMEOUT_SECONDS = 1800.0
 
 Launch = Callable[[Sequence[str]], None]
 """Runs `["-m", module, argument, ...]` on all ranks until all have ended."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of a benchmark whose ranks measure prices first, and are started by the same module."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rate", help="of each rank's link, on an emulated cluster: 300mbit")
+    parser.add_argument(
+        "--budget", type=float, default=10.0, help="seconds in which prices are measured; 0: nominal"
+    )
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # for what ranks are told
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import itertools
 import json
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Plan, Profile
 from autoshard.profiling.startup import attend
+from benchmarks.cluster.rank import answered
 from benchmarks.racing.measure import timed_rounds
 from benchmarks.space.contestants import CONTESTANTS, INPUT_SEED, Contest, Contestant, planned_in_space
 from benchmarks.space.networks import Work
@@ -56,17 +56,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     add_work_options(parser, None)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("space",))
-        contest = Contest(work_of(given, given.size), mesh, _profile(given, mesh), given.backend)
-        result = _times(contest, given) if given.task == "times" else _memory(contest)
-        if dist.get_rank() == 0:
-            given.out.write_text(json.dumps(result, indent=1))
-    finally:
-        dist.destroy_process_group()
+    answered(given.out, lambda: _result(given))
+
+
+def _result(given: argparse.Namespace) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("space",))
+    contest = Contest(work_of(given, given.size), mesh, _profile(given, mesh), given.backend)
+    return _times(contest, given) if given.task == "times" else _memory(contest)
 
 
 def _profile(given: argparse.Namespace, mesh: DeviceMesh) -> Profile:

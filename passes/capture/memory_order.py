@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Dims, those of the greatest strides first; of size 1 in front."""
-    return sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d]))
+    """Dims, those of the greatest strides first; of size 1 in front, whatever their strides."""
+    return sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d] if sizes[d] > 1 else 0))
 
 
 def lies_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
@@ -57,8 +57,7 @@ def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
 
 def _arrangement(sizes: Sequence[int], strides: Sequence[int]) -> Arrangement | None:
     """None where elements overlap in another way than `expand`'s."""
-    order = sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d] if sizes[d] > 1 else 0))
-    gaps = set[int]()
+    order, gaps = by_stride(sizes, strides), set[int]()
     repeated = {dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1}
     run = reach = 1
     for dim in reversed([dim for dim in order if sizes[dim] > 1 and dim not in repeated]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class RankRing:
     group: str
     index: int
     parts: tuple[Span, ...]
-    kept: dict[fx.Node, fx.Node]
+    kept: dict[fx.Node, fx.Node] = field(default_factory=dict)
     steps: int = 0
 
     def exchange(self, flat: fx.Node, sent: Sequence[int], received: Sequence[int]) -> fx.Node:

@@ -185,7 +185,7 @@ class _Writer:
         meta = _meta(node) | order | {"serves": node.meta.get("module", "") or node.name}
         index = self.mesh.linear_index(self.rank, split.axes)
         emitter = Emitter(self.graph, meta, self.calls)
-        return RankRing(emitter, self.groups[split.axes], index, split.parts(length, self.mesh), {})
+        return RankRing(emitter, self.groups[split.axes], index, split.parts(length, self.mesh))
 
     def _alike(
         self,

@@ -13,6 +13,12 @@ from passes.capture import capture
 from tests.capture.running import check
 
 
+def again(ctx: Any, slopes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What `Coupled` computes of, a leaf; and the gradients of both halves of its result."""
+    a, _ = ctx.saved_tensors[0].chunk(2, -1)
+    return a.detach().requires_grad_(), *slopes[0].chunk(2, -1)
+
+
 class Coupled(torch.autograd.Function):
     """A reversible layer: the backward computes the input from the result."""
 
@@ -25,12 +31,9 @@ class Coupled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        a, _ = ctx.saved_tensors[0].chunk(2, -1)
-        of_a, of_b = slopes[0].chunk(2, -1)
+        a, of_a, of_b = again(ctx, slopes)
         with torch.enable_grad():
-            a = a.detach().requires_grad_()
-            made = ctx.net(a)
-            more, *grads = torch.autograd.grad(made, [a, *ctx.net.parameters()], of_b)
+            more, *grads = torch.autograd.grad(ctx.net(a), [a, *ctx.net.parameters()], of_b)
         return torch.cat([of_a + more, of_b], -1), None, *grads
 
 
@@ -39,10 +42,8 @@ class LeftInGrad(Coupled):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        a, _ = ctx.saved_tensors[0].chunk(2, -1)
-        of_a, of_b = slopes[0].chunk(2, -1)
+        a, of_a, of_b = again(ctx, slopes)
         with torch.enable_grad():
-            a = a.detach().requires_grad_()
             torch.autograd.backward(ctx.net(a), of_b)
         return torch.cat([of_a + a.grad, of_b], -1), *[None] * (1 + len([*ctx.net.parameters()]))
 
