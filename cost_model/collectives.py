@@ -90,6 +90,17 @@ class CollectivePrices:
             self._shared[axes] = all(links[use.level].shares_memory for group in groups for use in group.uses)
         return self._shared[axes]
 
+    def link(self, axes: tuple[str, ...]) -> int:
+        """The link that the groups along `axes` communicate over: 0 within hosts, 1 where one leaves its host.
+
+        GPUs have other ports for either, and NCCL a stream for each communicator, so both run side by side [PyTorch
+        `ProcessGroupNCCL`, a stream for each group]. On CPUs the processor moves the bytes of both: one link.
+        """
+        if self.profile.device_type == "cpu" or len(self.profile.links) == 1:
+            return 0
+        groups = mesh_occupancies(self.mesh, axes, self.profile.link_domains)
+        return int(any(use.level > 0 for group in groups for use in group.uses))
+
     def confidence(self, kind: str, axes: tuple[str, ...], nbytes: float | None = None) -> Confidence | None:
         """How far to trust `seconds`; None for a group of one rank, whose price 0 is exact."""
         check_kind(kind)

@@ -1,17 +1,19 @@
-"""Two streams, computing and communicating, side by side: how long a step takes with its overlap.
+"""Streams side by side, one of computing and one of communicating for each link: how long a step takes with overlap.
 
 Each stream runs its events in the order they were issued. An event starts when its stream is free and
 all events it comes `after` have ended; waiting for a collective is a computing event, of no length, that
-comes after it.
+comes after it. Groups within a host and groups between hosts use other wires, and communication libraries run them in
+streams of their own: they do not slow each other down.
 
-Streams that are busy at once slow each other down. With an overlap efficiency e, a computation of a
+Computing and communicating slow each other down. With an overlap efficiency e, a computation of a
 seconds and a communication of b seconds that start together take
 
     a + b - e * min(a, b)
 
 so e = 1 is free overlap and e = 0 gains nothing over one after the other. A communication may have an e of its own,
 such as 0 where it is waited for as it starts. As a fluid: while both are
-busy, each proceeds at the rate 1 / (2 - e); alone, at 1.
+busy, each proceeds at the rate 1 / (2 - e); alone, at 1. Beside communication over several links computing proceeds at
+the least of these rates.
 
     e = 0.5, compute 2 s, communication 1 s:  both at 2/3 until 1.5 s, then compute alone for the
                                               last 1 s: 2.5 s
@@ -19,7 +21,8 @@ busy, each proceeds at the rate 1 / (2 - e); alone, at 1.
 *Invariants*, with S the seconds of all events together
 
 - max(seconds of a stream, longest chain of events) <= seconds <= S;
-- seconds = S where e = 0: one of the streams always has something to do;
+- seconds = S where e = 0 and all is over one link: one of the streams always has something to do;
+- of any link, seconds >= (1 - e) (all computing and all of its communication) + e (longest chain of events);
 - seconds never falls when an event gets longer or e gets smaller. (No way to let a stream idle on
   purpose overlaps more: the schedule that never waits without need is the shortest.)
 """
@@ -31,18 +34,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 Stream = Literal["compute", "comm"]
+Queue = tuple[Stream, int]
 
 
 @dataclass(frozen=True)
 class Event:
     """seconds: its length when nothing else runs. after: positions of earlier events it waits for. efficiency: of a
-    communication, the overlap efficiency beside it; None: the timeline's."""
+    communication, the overlap efficiency beside it; None: the timeline's. link: that it is over; 0 of computing."""
 
     name: str
     stream: Stream
     seconds: float
     after: tuple[int, ...] = ()
     efficiency: float | None = None
+    link: int = 0
+
+    @property
+    def queue(self) -> Queue:
+        return self.stream, self.link
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class Timeline:
 
     start, end: seconds from the beginning, per event.
     exposed:    per event, how much longer the step takes for it. For a communication it is the time in which
-                the compute stream stood still plus the time by which it was slowed down; for a
-                computing event it is 0. The sum is what the step would save if communication took no time.
+                the compute stream stood still plus the time by which it was slowed down, in equal parts where several
+                run; for a computing event it is 0. The sum is what the step would save if communication took no time.
     """
 
     events: tuple[Event, ...]
@@ -76,7 +85,7 @@ class Timeline:
 
 
 class _Run:
-    """Both streams, advanced from one end of an event to the next."""
+    """All streams, advanced from one end of an event to the next."""
 
     def __init__(self, events: tuple[Event, ...], efficiency: float) -> None:
         self.events = events
@@ -86,24 +95,23 @@ class _Run:
         self.start = [0.0] * len(events)
         self.end: list[float | None] = [None] * len(events)
         self.exposed = [0.0] * len(events)
-        self.heads = {"compute": self._queue("compute"), "comm": self._queue("comm")}
-
-    def _queue(self, stream: Stream) -> list[int]:
-        """Events that are not finished, the next one last."""
-        return [i for i, event in enumerate(self.events) if event.stream == stream][::-1]
+        self.queues: dict[Queue, list[int]] = {("compute", 0): []}
+        """Events that are not finished, the next one last; computing first."""
+        for i in reversed(range(len(events))):
+            self.queues.setdefault(events[i].queue, []).append(i)
 
     def finish(self) -> Timeline:
-        started: dict[Stream, int | None] = {"compute": None, "comm": None}
-        while self.heads["compute"] or self.heads["comm"]:
-            for stream in started:
-                started[stream] = self._running(stream, started[stream])
-            self._advance(started["compute"], started["comm"])
+        started: dict[Queue, int | None] = dict.fromkeys(self.queues)
+        while any(self.queues.values()):
+            for queue, waiting in self.queues.items():
+                started[queue] = self._running(waiting, started[queue])
+            compute, *comms = started.values()
+            self._advance(compute, [comm for comm in comms if comm is not None])
         ends = tuple(end for end in self.end if end is not None)
         return Timeline(self.events, tuple(self.start), ends, tuple(self.exposed))
 
-    def _running(self, stream: Stream, before: int | None) -> int | None:
+    def _running(self, queue: list[int], before: int | None) -> int | None:
         """The event that the stream is at, if it can run. Records when it began."""
-        queue = self.heads[stream]
         if not queue:
             return None
         head = queue[-1]
@@ -119,18 +127,23 @@ class _Run:
         own = self.events[comm].efficiency
         return 2.0 - (self.efficiency if own is None else own)
 
-    def _advance(self, compute: int | None, comm: int | None) -> None:
+    def _advance(self, compute: int | None, comms: list[int]) -> None:
         """Advance until the first of the running events ends."""
         # The first event not finished has all it waits for, so one of the streams always runs.
-        assert compute is not None or comm is not None
-        running = [i for i in (compute, comm) if i is not None]
-        work = min(self.left[i] for i in running)
-        elapsed = work * self._stretch(comm) if comm is not None and compute is not None else work
+        assert compute is not None or comms
+        stretches = [1.0 if compute is None else self._stretch(comm) for comm in comms]
+        running = list(zip(comms, stretches, strict=True))
+        if compute is not None:
+            running.append((compute, max(stretches, default=1.0)))
+        elapsed = min(self.left[i] * stretch for i, stretch in running)
         self.now += elapsed
-        for i in running:
-            self.left[i] -= work
-            if self.left[i] <= 0.0:
+        for i, stretch in running:
+            # What ends now ends in full: no rounding keeps a rest of it.
+            ends = self.left[i] * stretch <= elapsed
+            self.left[i] = 0.0 if ends else self.left[i] - elapsed / stretch
+            if ends:
                 self.end[i] = self.now
-                self.heads[self.events[i].stream].pop()
-        if comm is not None:
-            self.exposed[comm] += elapsed - work if compute is not None else elapsed
+                self.queues[self.events[i].queue].pop()
+        lost = elapsed if compute is None else elapsed * (1.0 - 1.0 / running[-1][1])
+        for comm in comms:
+            self.exposed[comm] += lost / len(comms)

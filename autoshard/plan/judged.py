@@ -172,11 +172,12 @@ def prices_of(
         profile = with_timed_collectives(profile, placed, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
     collectives = CollectivePrices(profile, placed)
+    ways = Redistributor(mesh, collectives, link=collectives.link)
     return Prices(
         mesh=mesh,
         compute=compute,
-        redistributor=Redistributor(mesh, collectives),
-        merged=Redistributor(mesh, BucketedPrices(collectives.seconds, mesh, compute)),
+        redistributor=ways,
+        merged=ways.priced_by(BucketedPrices(collectives.seconds, mesh, compute)),
         optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, optimizer.passes),
         traffic=_traffic_model(backend, timed is not None),
         overlap_efficiency=profile.overlap_efficiency,

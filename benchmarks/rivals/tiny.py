@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -110,4 +111,11 @@ def tiny_task(number: int) -> tuple[str, Task, int]:
     captured = canonical_capture(model, inputs, {}, device=torch.device(mesh.device_type))
     call = CallLayouts({}, output_layouts(captured, mesh, None))
     prices = Profile.load(profile)
+    if "b" in mesh.names and number % 2:
+        # Hosts of two: two links, on GPUs side by side.
+        near, *others = prices.links
+        prices, title = (
+            replace(prices, links=(replace(near, ranks=2), *(others or [near]))),
+            f"{title}, 2 hosts",
+        )
     return title, Task(captured, prices, mesh, call, {}, None, backend, 60.0, optimizer=optimizer), pieces

@@ -66,7 +66,7 @@ def behind_ids(graph: fx.Graph) -> None:
         if node.target is exchange_rows and before is not None and before > issue_key(node)[0]:
             for made in (node, *node.users):
                 made.meta["turn"] = (*before, 1)
-                made.meta.pop("later", None)
+                made.meta.pop("places", None)
         own = [issue_key(node)[0]] if "turn" in node.meta else []
         if before is not None or own:
             last[node] = max(own if before is None else [before, *own])

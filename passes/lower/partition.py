@@ -26,7 +26,7 @@ from passes.redistribution.emit_steps import Emitter
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rules_of
-from passes.schedule.issue_order import later_places
+from passes.schedule.issue_order import step_places
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def partition(
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
     the one the op reads, the steps of `planned` are emitted before it, and their nodes get its turn, and
-    those of further steps that of a later one (`passes.schedule.issue_order`).
+    those of other steps that of another one (`passes.schedule.issue_order`).
     `groups` names the process group of every tuple of axes. Ops of `planned.interiors` are computed in parts, so that
     a halo travels meanwhile (`passes.lower.interior`).
 
@@ -68,9 +68,9 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    later = later_places(joint, planned)
+    places = step_places(joint, planned)
     rules, rings = rules_of(joint), ring_turns(joint, planned)
-    writer = _Writer(planned, mesh, rank, groups, Served.of(joint), later, joint.calls, rules, rings)
+    writer = _Writer(planned, mesh, rank, groups, Served.of(joint), places, joint.calls, rules, rings)
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -101,7 +101,7 @@ class _Writer:
     rank: int
     groups: Mapping[tuple[str, ...], str]
     served: Served
-    later: Mapping[Transfer, tuple[int, ...]]
+    places: Mapping[Transfer, tuple[int, ...]]
     calls: FakeCalls
     rules: Mapping[fx.Node, OpRule]
     rings: Mapping[str, tuple[int, ...]]
@@ -256,7 +256,7 @@ class _Writer:
             meta["runs"] = "piece" if is_of_piece(operand) else "after"
         elif is_piece(reader):
             meta["runs"] = "before"
-        meta |= order_of(transfer, self.planned, self.later)
+        meta |= order_of(transfer, self.planned, self.places)
         # The order of a bucket's members: a rank's own graph may not show it, as ranks read different members.
         meta["transfer"] = len(self.transfers)
         self.transfers.append(transfer)
@@ -278,15 +278,12 @@ class _Writer:
 
 
 def order_of(
-    transfer: Transfer, planned: PlannedGraph, later: Mapping[Transfer, tuple[int, ...]]
+    transfer: Transfer, planned: PlannedGraph, places: Mapping[Transfer, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """What the nodes of a transfer say of when it runs. later: of `passes.schedule.issue_order`."""
-    order: dict[str, Any] = {"turn": planned.turns[transfer]}
-    if transfer in later:
-        order["later"] = later[transfer]
-    if transfer in planned.ahead:
-        order["ahead"] = planned.ahead[transfer]
-    return order
+    """What the nodes of a transfer say of when it runs. places: of `passes.schedule.issue_order`."""
+    kinds = {"places": places, "ahead": planned.ahead, "starts": planned.starts}
+    found = {name: of[transfer] for name, of in kinds.items() if transfer in of}
+    return {"turn": planned.turns[transfer], **found}
 
 
 def node_is_tuple(node: fx.Node) -> bool:

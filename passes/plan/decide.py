@@ -184,7 +184,7 @@ class _Writer:
             producer, index = result_index(operand)
             read = node.name, position
             moved = self._moved(read, read_repeats(node, operand))
-            when = order.turns.get(read), order.ahead.get(read)
+            when = order.turns.get(read), order.ahead.get(read), order.starts.get(read, ())
             found.append(OperandRecord(producer.name, index, layout, moved, read in hides, *when))
         return tuple(found)
 

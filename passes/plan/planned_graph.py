@@ -80,7 +80,8 @@ class OperandRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """source: name of the node read; result: which of its results; layout: as read; hides: whether the transfers
     may run behind computation (`passes.schedule.transfer_roles`); turn: theirs in the order of all ranks, which the
     members of a bucket share, and ahead: how many are in flight when they start (`PlannedGraph.turns`); None where
-    there are none."""
+    there are none. starts: of those before the last that start before the turn, the place in that order and how many
+    are in flight."""
 
     source: Word
     result: Annotated[int, Meta(ge=0, le=10_000)]
@@ -89,6 +90,7 @@ class OperandRecord(Struct, frozen=True, forbid_unknown_fields=True):
     hides: bool
     turn: tuple[Annotated[int, Meta(ge=0, le=3)], Count] | None = None
     ahead: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    starts: tuple[tuple[Count, Count], ...] = ()
 
     def steps(self, held: Layout) -> tuple[Step, ...]:
         """Of its transfers. held: the layout of what is read. ValueError for a step that cannot be."""
@@ -210,6 +212,12 @@ class PlannedGraph:
     def ahead(self) -> dict[Transfer, int]:
         """Transfers whose operand is at hand -> how many of their collectives are in flight at most when they start."""
         return {transfer: read.ahead for transfer, read in self.reads.items() if read.ahead is not None}
+
+    @cached_property
+    def starts(self) -> dict[Transfer, tuple[tuple[int, int], ...]]:
+        """Those at hand of several collectives -> place in the phase's order, and such a limit, of those that start
+        before its turn."""
+        return {transfer: read.starts for transfer, read in self.reads.items() if read.starts}
 
     @cached_property
     def buckets(self) -> Mapping[Turn | None, int]:

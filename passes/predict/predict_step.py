@@ -31,7 +31,7 @@ from passes.predict.predict_program import (
     update_seconds,
 )
 from passes.predict.prediction import MemoryWalk, Prediction
-from passes.schedule.issue_order import later_places
+from passes.schedule.issue_order import step_places
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.stages.stage_graph import split_backward
@@ -251,8 +251,8 @@ class Orders:
 
     def program(self, planned: PlannedGraph) -> RankProgram:
         """In the order of `planned`, which it `has`."""
-        later, rings = later_places(self._joint, planned), ring_turns(self._joint, planned)
-        ordered = lambda module: self._ordered(module, planned, later, rings)
+        places, rings = step_places(self._joint, planned), ring_turns(self._joint, planned)
+        ordered = lambda module: self._ordered(module, planned, places, rings)
         backward = self._split.backward
         split = replace(
             self._split,
@@ -269,15 +269,16 @@ class Orders:
         self,
         module: fx.GraphModule,
         planned: PlannedGraph,
-        later: Mapping[Transfer, tuple[int, ...]],
+        places: Mapping[Transfer, tuple[int, ...]],
         rings: Mapping[str, tuple[int, ...]],
     ) -> fx.GraphModule:
         module = duplicate_module(module)
         for node in module.graph.nodes:
             if "transfer" in node.meta:
                 transfer = self._program.local.transfers[node.meta["transfer"]]
-                kept = {name: value for name, value in node.meta.items() if name not in ("ahead", "later")}
-                node.meta = kept | order_of(transfer, planned, later)
+                order = ("ahead", "places", "starts")
+                kept = {name: value for name, value in node.meta.items() if name not in order}
+                node.meta = kept | order_of(transfer, planned, places)
             elif "ring" in node.meta:
                 node.meta["turn"] = rings[node.meta["ring"]]
         behind_ids(module.graph)

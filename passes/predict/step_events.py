@@ -142,7 +142,8 @@ class StepEvents:
         turn = node.meta.get("turn")
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes, turn))
         hidden = self.prices.hidden_share(kind, axes)
-        self.events.append(Event(node.name, "comm", seconds, self._last_kernel, hidden))
+        link = self.prices.redistributor.link(axes)
+        self.events.append(Event(node.name, "comm", seconds, self._last_kernel, hidden, link))
         return len(self.events) - 1
 
 

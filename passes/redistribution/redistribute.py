@@ -10,25 +10,24 @@ explicit sizes), so it is built once per number of dims; a shape only sets the b
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
-from passes.redistribution.moves import as_state, as_step
+from passes.redistribution.moves import as_step
+from passes.redistribution.priced_universe import PricedUniverse
 from passes.redistribution.steps import Step
-from passes.redistribution.universe import Universe, UniverseKey, build_universe, universe_key
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from passes.redistribution.universe import Floats, Universe, UniverseKey, build_universe, universe_key
 
 
 class CollectiveSeconds(Protocol):
@@ -38,6 +37,15 @@ class CollectiveSeconds(Protocol):
         """kind: "all_gather" (nbytes of the gathered tensor), "reduce_scatter" (of its input),
         "all_reduce", "all_to_all" (of one rank's buffer). axes: of the group, in mesh order."""
         ...
+
+
+LinkOf = Callable[[tuple[str, ...]], int]
+"""Axes of groups -> the link that they communicate over. Over different links collectives run side by side."""
+
+
+def one_link(axes: tuple[str, ...]) -> int:
+    """Of a machine on which they don't."""
+    return 0
 
 
 @dataclass(frozen=True)
@@ -54,64 +62,11 @@ class Redistribution:
     step_nbytes: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Space:
-    """A universe with one shape's bytes and seconds. dims: the tensor dims in play."""
-
-    universe: Universe
-    dims: tuple[int, ...]
-    payloads: Ints
-    seconds: Floats
-    rows: dict[int, Floats]  # source state -> [states] distances, filled on demand
-
-    def state(self, layout: Layout) -> int | None:
-        return self.universe.index.get(as_state(layout, self.dims))
-
-    def rounds(self, sources: Sequence[int], deadline: Deadline = NEVER) -> list[Floats]:
-        """[states, sources] distances with at most 0, 1, 2, ... steps, until they stay the same. Raises OutOfTime."""
-        distance = np.full((len(self.universe.states), len(sources)), np.inf)
-        distance[sources, np.arange(len(sources))] = 0.0
-        found = [distance]
-        while len(self.universe.moves):
-            deadline.check()
-            distance = self.universe.relax(self.seconds, distance)
-            if np.array_equal(distance, found[-1]):
-                break
-            found.append(distance)
-        return found
-
-    def distances(self, sources: Sequence[int], deadline: Deadline) -> Floats:
-        """[sources, states]. Raises OutOfTime."""
-        missing = list(dict.fromkeys(s for s in sources if s not in self.rows))
-        if missing:
-            last = self.rounds(missing, deadline)[-1]
-            self.rows.update((source, last[:, i]) for i, source in enumerate(missing))
-        return np.stack([self.rows[s] for s in sources])
-
-    def path(self, source: int, target: int) -> list[int] | None:
-        """Moves of a cheapest path; of those one with fewest steps, then first in order."""
-        rounds = [distance[:, 0] for distance in self.rounds([source])]
-        if math.isinf(rounds[-1][target]):
-            return None
-        path: list[int] = []
-        state, left = target, len(rounds) - 1
-        while state != source:
-            while rounds[left - 1][state] == rounds[left][state]:
-                left -= 1
-            first = np.searchsorted(self.universe.head, state)
-            last = np.searchsorted(self.universe.head, state, side="right")
-            arriving = rounds[left - 1][self.universe.tail[first:last]] + self.seconds[first:last]
-            move = int(first + np.flatnonzero(arriving == rounds[left][state])[0])
-            path.append(move)
-            state, left = int(self.universe.tail[move]), left - 1
-        return path[::-1]
-
-
 class Redistributor:
     """Plans and prices redistributions on one mesh with one set of prices; caches both.
 
     joined: axes that are moved together, so that meshes of many axes have few layouts. Then all layouts asked for use
-    them together. avoided: kinds of collectives that no way has.
+    them together. avoided: kinds of collectives that no way has. link: over which groups along axes communicate.
     """
 
     def __init__(
@@ -120,24 +75,54 @@ class Redistributor:
         prices: CollectiveSeconds,
         joined: JoinedAxes = (),
         avoided: frozenset[str] = frozenset(),
+        link: LinkOf = one_link,
     ) -> None:
         self.mesh = mesh
         self.joined = joined
         self.avoided = avoided
+        self._link = link
         self._prices = prices
         self._seconds: dict[tuple[str, tuple[str, ...], int], float] = {}
         self._universes: dict[UniverseKey, Universe] = {}
-        self._spaces: dict[tuple[UniverseKey, bytes], _Space] = {}
+        self._spaces: dict[tuple[UniverseKey, bytes], PricedUniverse] = {}
         self._plans: dict[tuple[Layout, Layout, tuple[int, ...], int], Redistribution] = {}
         self._asked: dict[tuple[tuple[int, ...], int], dict[frozenset[Layout], None]] = {}
 
     def joining(self, joined: JoinedAxes) -> Redistributor:
         """One with the same prices that moves the axes `joined` together."""
-        return self if joined == self.joined else Redistributor(self.mesh, self._prices, joined, self.avoided)
+        return self if joined == self.joined else self._but(joined, self.avoided)
 
     def avoiding(self, kinds: frozenset[str]) -> Redistributor:
         """One with the same prices that moves nothing by collectives of these kinds."""
-        return Redistributor(self.mesh, self._prices, self.joined, kinds)
+        return self._but(self.joined, kinds)
+
+    def priced_by(self, prices: CollectiveSeconds) -> Redistributor:
+        """One with other prices."""
+        return self._but(self.joined, self.avoided, prices)
+
+    def _but(
+        self, joined: JoinedAxes, avoided: frozenset[str], prices: CollectiveSeconds | None = None
+    ) -> Redistributor:
+        return Redistributor(self.mesh, prices or self._prices, joined, avoided, self._link)
+
+    @cached_property
+    def _links(self) -> dict[frozenset[str], int]:
+        """Axes of groups -> the number of their link, from 0 on."""
+        axes = self.mesh.real_axes()
+        groups = [set_ for n in range(1, len(axes) + 1) for set_ in itertools.combinations(axes, n)]
+        links = {frozenset(group): self._link(group) for group in groups}
+        numbers = {link: number for number, link in enumerate(sorted(set(links.values())))}
+        return {group: numbers[link] for group, link in links.items()}
+
+    @property
+    def link_count(self) -> int:
+        """Of how many links the mesh has, over which collectives run side by side; at least 1."""
+        return max(self._links.values(), default=0) + 1
+
+    def link(self, axes: tuple[str, ...]) -> int:
+        """The number of the link that groups along these axes communicate over; 0 of groups of one rank."""
+        real = self.mesh.real_axes()
+        return self._links.get(frozenset(axis for axis in axes if axis in real), 0)
 
     def plan(self, src: Layout, dst: Layout, shape: Sequence[int], itemsize: int) -> Redistribution:
         """The cheapest steps that turn `src` into `dst`, for a tensor of global `shape`.
@@ -161,7 +146,50 @@ class Redistributor:
 
         Equal to `plan`'s seconds (up to the order of adding) if prices never fall with bytes.
         """
-        seconds = np.full((len(srcs), len(dsts)), np.inf)
+        return self._matrix(
+            srcs, dsts, shape, itemsize, deadline, lambda space, rows: space.distances(rows, deadline)
+        )
+
+    def by_link(
+        self,
+        srcs: Sequence[Layout],
+        dsts: Sequence[Layout],
+        shape: Sequence[int],
+        itemsize: int,
+        deadline: Deadline = NEVER,
+    ) -> list[Floats]:
+        """`matrix` over each link; what is impossible is so over the first. Raises OutOfTime."""
+        if self.link_count == 1:
+            return [self.matrix(srcs, dsts, shape, itemsize, deadline)]
+        return [
+            self._matrix(
+                srcs,
+                dsts,
+                shape,
+                itemsize,
+                deadline,
+                lambda space, rows, number=number: self._apart(space, rows, deadline)[number],
+                np.inf if number == 0 else 0.0,
+            )
+            for number in range(self.link_count)
+        ]
+
+    def _apart(self, space: PricedUniverse, rows: list[int], deadline: Deadline) -> Floats:
+        links = np.array([0 if key is None else self.link(key[1]) for key in space.universe.prices])
+        return space.by_link(rows, links[space.universe.price], self.link_count, deadline)
+
+    def _matrix(
+        self,
+        srcs: Sequence[Layout],
+        dsts: Sequence[Layout],
+        shape: Sequence[int],
+        itemsize: int,
+        deadline: Deadline,
+        of: Callable[[PricedUniverse, list[int]], Floats],
+        otherwise: float = np.inf,
+    ) -> Floats:
+        """of: [sources, states] seconds from these states."""
+        seconds = np.full((len(srcs), len(dsts)), otherwise)
         if not len(srcs) or not len(dsts):
             return seconds
         space = self._space((*srcs, *dsts), tuple(shape), itemsize, deadline)
@@ -170,7 +198,7 @@ class Redistributor:
         columns = [space.state(dst) for dst in dsts]
         known_rows = [i for i, row in enumerate(rows) if row is not None]
         known = [j for j, column in enumerate(columns) if column is not None]
-        distances = space.distances([row for row in rows if row is not None], deadline)
+        distances = of(space, [row for row in rows if row is not None])
         targets = [column for column in columns if column is not None]
         seconds[np.ix_(known_rows, known)] = distances[:, targets]
         return seconds
@@ -191,17 +219,17 @@ class Redistributor:
         steps = tuple(self._step(space, move, len(shape)) for move in path)
         return Redistribution(steps, sum(seconds, 0.0), seconds, nbytes)
 
-    def _path(self, space: _Space, src: Layout, dst: Layout) -> list[int] | None:
+    def _path(self, space: PricedUniverse, src: Layout, dst: Layout) -> list[int] | None:
         source, target = space.state(src), space.state(dst)
         return None if source is None or target is None else space.path(source, target)
 
-    def _step(self, space: _Space, number: int, ndim: int) -> Step:
+    def _step(self, space: PricedUniverse, number: int, ndim: int) -> Step:
         universe, move = space.universe, space.universe.moves[number]
         return as_step(universe.states[universe.tail[number]], move, space.dims, ndim)
 
     def _space(
         self, layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, deadline: Deadline = NEVER
-    ) -> _Space:
+    ) -> PricedUniverse:
         dims, key = universe_key(layouts, shape)
         universe = self._universes.get(key)
         if universe is None:
@@ -214,9 +242,9 @@ class Redistributor:
         if space is None:
             payloads = universe.payloads(shard_bytes)
             seconds = universe.seconds(payloads, self.collective_seconds)
-            space = _Space(universe, (), payloads, seconds, {})
+            space = PricedUniverse(universe, (), payloads, seconds, {}, {})
             self._spaces[key, shard_bytes.tobytes()] = space
-        return _Space(universe, dims, space.payloads, space.seconds, space.rows)
+        return PricedUniverse(universe, dims, space.payloads, space.seconds, space.rows, space.apart)
 
     def collective_seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
         """Price of one collective, inf if it is avoided; ProfileError for a price that is negative or not finite."""

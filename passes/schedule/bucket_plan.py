@@ -32,6 +32,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -104,22 +105,56 @@ class BucketPlan:
         ops: Sequence[fx.Node],
         awaited: Sequence[int],
         ending: Sequence[tuple[Place, Sequence[Move]]],
-    ) -> list[tuple[int, Place]]:
+    ) -> list[list[tuple[int, Place]]]:
         """Each group so early that it has arrived when it is read, if computing is all that it waits for; behind what
-        others wait for, where it arrives in time nevertheless; and before reductions that would keep it from that.
+        others wait for, where it arrives in time nevertheless; and before reductions that would keep it from that. Of
+        several collectives each likewise before the next.
 
         At least `PREFETCH` in flight; more only as long as they take no more memory than `ROOM` of the largest. Where
         memory is short, several only if they hold no more than `Prices.moved_nbytes`.
         """
-        wire = Prefetch(
-            self._elapsed(ops),
-            [group[0].end for group in groups],
-            [self._group_seconds(group) for group in groups],
-            [self._group_nbytes(group) for group in groups],
-            self.prices.moved_nbytes,
-        )
-        reductions = sorted((place, self._group_seconds(group)) for place, group in ending)
-        return wire.places(awaited, reductions)
+        steps = [self._sends(group) for group in groups]
+        ending_steps = [(place, self._sends(group)) for place, group in ending]
+        reductions = [
+            sorted((place, _seconds_over(link, sends)) for place, sends in ending_steps)
+            for link in range(self.prices.redistributor.link_count)
+        ]
+        found: list[list[tuple[int, Place]]] = [[] for _ in groups]
+        read = [group[0].end for group in groups]
+        for later in range(max(map(len, steps), default=0)):
+            chosen = [i for i, sends in enumerate(steps) if len(sends) > later]
+            until = [steps[i][: len(steps[i]) - later] for i in chosen]
+            wire = Prefetch(
+                self._elapsed(ops),
+                [min(read[j] for j in chosen[place:]) for place in range(len(chosen))],
+                [_seconds_over(sends[-1].link, sends) for sends in until],
+                [max(one.nbytes for one in sends) for sends in until],
+                self.prices.moved_nbytes,
+                [sends[-1].link for sends in until],
+            )
+            for i, (depth, place) in zip(chosen, wire.places(awaited, reductions), strict=True):
+                place = min(place, found[i][0][1]) if later else place
+                found[i].insert(0, (depth, place))
+                read[i] = min(read[i], (place[0] + 1) // 2)
+        return found
+
+    def _sends(self, group: Sequence[Move]) -> list[_Send]:
+        """The collectives of a group, one after the other; local steps alone are one that takes nothing."""
+        plans = [self.moved[move.transfer] for move in group]
+        moving = [
+            [
+                (step, *figures)
+                for step, *figures in zip(plan.steps, plan.step_seconds, plan.step_nbytes, strict=True)
+                if step.kind is not None
+            ]
+            for plan in plans
+        ]
+        link = self.prices.redistributor.link
+        found = [
+            _Send(sum(one[1] for one in alike), sum(one[2] for one in alike), link(alike[0][0].axes))
+            for alike in zip(*moving, strict=True)
+        ]
+        return found or [_Send(0.0, 0, 0)]
 
     def pending(self, groups: Sequence[Sequence[Move]]) -> list[int]:
         """Only where memory is short."""
@@ -130,9 +165,6 @@ class BucketPlan:
 
     def _group_nbytes(self, group: Sequence[Move]) -> int:
         return sum(max(self._nbytes(move), default=0) for move in group)
-
-    def _group_seconds(self, group: Sequence[Move]) -> float:
-        return sum(sum(self.moved[move.transfer].step_seconds) for move in group)
 
     def _kind(self, move: Move) -> Kind | None:
         """None for what cannot be merged."""
@@ -162,6 +194,18 @@ class BucketPlan:
         if result_index(node)[0] is not node:
             return 0.0
         return self.prices.op_seconds(node, self.assignment[node.name])
+
+
+class _Send(NamedTuple):
+    """A collective of merged transfers: its price, its bytes, the link that it is over."""
+
+    seconds: float
+    nbytes: int
+    link: int
+
+
+def _seconds_over(link: int, sends: Sequence[_Send]) -> float:
+    return sum(one.seconds for one in sends if one.link == link)
 
 
 @dataclass(frozen=True)

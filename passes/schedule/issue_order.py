@@ -25,7 +25,7 @@ Invariants
   - The order depends on no rank, local shape or clock.
   - A transfer that communicates comes after every one that its operand is computed from; none is merged with one.
 
-Further steps of reductions that only the end of a phase needs start each with the next such reduction.
+The steps of a transfer of several collectives start at turns of their own (`step_places`).
 A gradient that is scattered within hosts, reduced between them and gathered again has three collectives, each of the
 result of the one before. Issued one right after the other the first may hide behind computing, and the others are
 waited for where they start. So a further step waits for the next reduction's turn, and by then the one before it has
@@ -36,6 +36,9 @@ had as long on its way as the backward took to get there:
     b           reduce      scatter
     c           gather      reduce      scatter
     the end                 gather      reduce, gather
+
+A parameter that is gathered between hosts, then within them, has the transfer's turn for its last step, and an earlier
+one for each before that, at which it starts so early that it has arrived by the next.
 
 All ranks find the same: by the graph, the layouts and the turns of the plan alone.
 """
@@ -87,7 +90,8 @@ behind other transfers there."""
 class Ahead(Protocol):
     """When transfers at hand are issued. groups: merged ones, in the order in which they are read. awaited: positions
     of ops whose results others wait for, rising. ending: merged transfers that only the end needs, and their places.
-    Per group how many are in flight at most, it included, when it is started, and its place."""
+    Per group of its last collectives, as far as they do not start together: how many are in flight at most, it
+    included, when it is started, and its place."""
 
     def __call__(
         self,
@@ -95,7 +99,7 @@ class Ahead(Protocol):
         ops: Sequence[fx.Node],
         awaited: Sequence[int],
         ending: Sequence[tuple[Place, Sequence[Move]]],
-    ) -> Sequence[tuple[int, Place]]: ...
+    ) -> Sequence[Sequence[tuple[int, Place]]]: ...
 
 
 def prefetched(
@@ -103,10 +107,10 @@ def prefetched(
     ops: Sequence[fx.Node],
     awaited: Sequence[int],
     ending: Sequence[tuple[Place, Sequence[Move]]],
-) -> Sequence[tuple[int, Place]]:
+) -> Sequence[Sequence[tuple[int, Place]]]:
     """Every group when the one `PREFETCH` before it is first read."""
     read = [group[0].end for group in groups]
-    return [(PREFETCH, place_behind(read, i, PREFETCH)) for i in range(len(read))]
+    return [[(PREFETCH, place_behind(read, i, PREFETCH))] for i in range(len(read))]
 
 
 def place_behind(read: Sequence[int], i: int, depth: int) -> Place:
@@ -129,10 +133,12 @@ def _unlimited(groups: Sequence[Sequence[Move]]) -> Sequence[int]:
 class IssueOrder:
     """turns: every transfer -> its turn; smaller is earlier, and only merged ones have the same. ahead: transfers at
     hand, and ending ones that are limited, -> how many such collectives are in flight at most, it included, when it is
-    started."""
+    started. starts: transfers at hand of several collectives -> place in the phase and such a limit of those before the
+    last that start before its turn."""
 
     turns: Mapping[Transfer, Turn]
     ahead: Mapping[Transfer, int]
+    starts: Mapping[Transfer, tuple[tuple[int, int], ...]]
 
 
 def issue_order(
@@ -148,11 +154,16 @@ def issue_order(
     phases = [_Phase(ops, joint, moves) for ops, moves in by_segment(joint, transfers(joint, assignment))]
     turns: dict[Transfer, Turn] = {}
     depths: dict[Transfer, int] = {}
+    starts: dict[Transfer, tuple[tuple[int, int], ...]] = {}
     for number, phase in enumerate(phases):
-        for place, group in enumerate(phase.ordered(ahead, pending, reach, merge)):
-            turns.update((move.transfer, (number, place)) for move in group)
+        for place, (group, depth) in enumerate(phase.ordered(ahead, pending, reach, merge)):
+            for move in group:
+                if depth is None:
+                    turns[move.transfer] = number, place
+                else:
+                    starts[move.transfer] = (*starts.get(move.transfer, ()), (place, depth))
         depths.update(phase.depths)
-    return IssueOrder(turns, depths)
+    return IssueOrder(turns, depths, starts)
 
 
 def closing(ops: Sequence[fx.Node], joint: JointGraph, moves: Sequence[Move]) -> list[Move]:
@@ -181,8 +192,10 @@ class _Phase:
         # A part is read behind all that runs before the pieces.
         return replace(move, start=start, end=self.position.get(move.reader, len(self.ops)))
 
-    def ordered(self, ahead: Ahead, pending: Pending, reach: int, merge: MergeRule) -> list[Sequence[Move]]:
-        """Groups of merged transfers, mostly of one."""
+    def ordered(
+        self, ahead: Ahead, pending: Pending, reach: int, merge: MergeRule
+    ) -> list[tuple[Sequence[Move], int | None]]:
+        """Groups of merged transfers, mostly of one; with a limit a collective of it that starts before its turn."""
         # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
         moving = [m for m in self.all if m.moves]
         early = sorted((m for m in moving if self._role(m) == "at hand"), key=_stable)
@@ -200,14 +213,21 @@ class _Phase:
             ((self._let_pass(group[-1].start, urgent, reach), 1), group)
             for group in self._last_groups(last, merge)
         ]
-        for group, (depth, place) in zip(groups, ahead(groups, self.ops, urgent, ending), strict=True):
+        steps: list[tuple[tuple[int, ...], tuple[Sequence[Move], int | None]]] = []
+        starts = zip(groups, ahead(groups, self.ops, urgent, ending), strict=True)
+        for group, (*before, (depth, place)) in starts:
             self.depths.update((move.transfer, depth) for move in group)
             turns[group[0]] = place, group
+            for step, (most, start) in enumerate(before, -len(before)):
+                steps.append(((*start, step, *self._key(group[0])), (group, most)))
         for (_, group), depth in zip(ending, pending([group for _, group in ending]), strict=False):
             self.depths.update((move.transfer, depth) for move in group)
         turns.update((group[-1], (place, group)) for place, group in ending)
-        order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))
-        return [turns[m][1] for m in order]
+        steps += [((*place, 0, *self._key(m)), (group, None)) for m, (place, group) in turns.items()]
+        return [step for _, step in sorted(steps, key=lambda step: step[0])]
+
+    def _key(self, move: Move) -> tuple[int, ...]:
+        return move.start, *_stable(move)
 
     def _local_place(self, move: Move) -> Place:
         """Of a transfer that moves nothing: before all others, if what it reads is at hand, since a gather may be
@@ -257,25 +277,24 @@ def _stable(move: Move) -> tuple[int, int]:
     return move.end, move.index
 
 
-def later_places(
-    joint: JointGraph,
-    planned: PlannedGraph,
-) -> Mapping[Transfer, tuple[int, ...]]:
-    """Of such transfers of several collectives: the place in its phase, as in `Turn`, at which each further one starts,
-    before what has its turn there."""
+def step_places(joint: JointGraph, planned: PlannedGraph) -> Mapping[Transfer, tuple[int, ...]]:
+    """Of transfers of several collectives of which not all start at its turn: the place in its phase, as in `Turn`, at
+    which each starts. One of them is the turn's."""
     turns = planned.turns
     count = {transfer: sum(step.kind is not None for step in way) for transfer, way in planned.steps.items()}
     if max(count.values(), default=0) < 2:
         return {}
-    found: dict[Transfer, tuple[int, ...]] = {}
+    found: dict[Transfer, tuple[int, ...]] = {
+        transfer: (*(place for place, _ in starts), turns[transfer][1])
+        for transfer, starts in planned.starts.items()
+    }
     for ops, moves in by_segment(joint, transfers(joint, planned.layouts)):
         ending = [move.transfer for move in closing(ops, joint, moves)]
         places = sorted({turns[transfer][1] for transfer in ending})
         end = max((turns[move.transfer][1] for move in moves), default=0) + 1
         for transfer in ending:
-            following = places[places.index(turns[transfer][1]) + 1 :]
-            further = count[transfer] - 1
-            if further > 0:
-                ends = range(end, end + further)
-                found[transfer] = (*following, *ends)[:further]
+            if count[transfer] > 1:
+                own = places.index(turns[transfer][1])
+                every = (*places[own:], *range(end, end + count[transfer]))
+                found[transfer] = every[: count[transfer]]
     return found

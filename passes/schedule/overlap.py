@@ -30,16 +30,17 @@ def _out_of_turn(graph: HasGraph) -> str | None:
     return None
 
 
-def issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
+def issue_key(collective: fx.Node) -> tuple[Turn, int, int, int]:
     """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has no
-    dependency that orders the two. Then the transfer, where several share a turn and were not merged. A further step
-    that starts later (meta "later", `passes.schedule.issue_order`) goes before what has its turn there, the furthest
-    first."""
+    dependency that orders the two. Then the transfer, where several share a turn and were not merged. Steps may start
+    elsewhere (meta "places", `passes.schedule.issue_order`): a further one goes before what has its turn there, the
+    furthest first."""
     meta = collective.meta
     turn, step, transfer = meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
-    if step and "later" in meta:
-        return (turn[0], meta["later"][step - 1]), -step, transfer
-    return turn, step, transfer
+    if "places" not in meta:
+        return turn, 0, step, transfer
+    places = meta["places"]
+    return (turn[0], places[step]), places.index(turn[1]) - step, 0, transfer
 
 
 IN_TURN = Property("collectives of all groups start in the order of their turns", _out_of_turn)
@@ -193,8 +194,10 @@ class _Schedule:
     def _may_start(self, collective: fx.Node) -> bool:
         """Whether the next collective in turn goes now, rather than when its result is asked for."""
         if collective in self.roles.early:
-            flying = sum(c in self.roles.early for c in self.flying)
-            return bool(self.urgent) or flying < collective.meta.get("ahead", self.options.prefetch)
+            meta, left = collective.meta, _steps_left(collective)
+            flying = sum(c in self.roles.early and _steps_left(c) == left for c in self.flying)
+            most = meta["starts"][-left][1] if left else meta.get("ahead", self.options.prefetch)
+            return bool(self.urgent) or flying < most
         source = self.roles.source[collective]
         if source in self.done:
             return True
@@ -225,7 +228,7 @@ class _Schedule:
 class _Roles:
     """What each collective is for.
 
-    early:     those at hand (`passes.schedule.transfer_roles`).
+    early:     those at hand (`passes.schedule.transfer_roles`), and further steps of these.
     last:      those ending whose readers can all be put off to the end; others are awaited where their readers stand.
     source:    what its operand is made of by views and copies.
     fed:       the collectives, but the early ones, by source.
@@ -240,7 +243,10 @@ class _Roles:
         roles = PhaseRoles([n for n in graph.nodes if n.op != "placeholder"])
         put_off = _put_off(graph, self.waits)
         self.last = {c for c in collectives if self.wait_of[c] in put_off}
-        self.early = {c for c in collectives if roles.of(c, c.all_input_nodes[0]) == "at hand"} - self.last
+        at_hand = {c for c in collectives if roles.of(c, c.all_input_nodes[0]) == "at hand"}
+        begun = {c.meta["turn"] for c in at_hand if "places" in c.meta}
+        further = {c for c in collectives if "places" in c.meta and c.meta["turn"] in begun}
+        self.early = (at_hand | further) - self.last
         sources = _sources(graph)
         self.source = {c: sources[c.all_input_nodes[0]] for c in collectives}
         self.fed: dict[fx.Node, list[fx.Node]] = {}
@@ -248,6 +254,12 @@ class _Roles:
             if collective not in self.early:
                 self.fed.setdefault(self.source[collective], []).append(collective)
         self.on_demand = {*collectives, *self.waits, *put_off}
+
+
+def _steps_left(collective: fx.Node) -> int:
+    """Of a transfer at hand: how many of its collectives that start apart are behind this one."""
+    meta = collective.meta
+    return len(meta["starts"]) - meta.get("step", 0) if "starts" in meta else 0
 
 
 def _operand_nbytes(collective: fx.Node) -> int:

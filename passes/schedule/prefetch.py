@@ -18,32 +18,37 @@ SLACK = 1.25
 @dataclass(frozen=True)
 class Prefetch:
     """elapsed: seconds of computing before each op of the phase, and in all. Per group of gathers, in the order in
-    which they are read: read: position of its first reader; seconds: its price; nbytes: what it gathers. room: bytes
-    that several may hold at once, where memory is short."""
+    which they are read: read: position of its first reader; seconds: its price; nbytes: what it gathers; links: that
+    they are over, () where all are over one. room: bytes that several may hold at once, where memory is short."""
 
     elapsed: Sequence[float]
     read: Sequence[int]
     seconds: Sequence[float]
     nbytes: Sequence[int]
     room: float = math.inf
+    links: Sequence[int] = ()
 
     def places(
-        self, awaited: Sequence[int], reductions: Sequence[tuple[Place, float]]
+        self, awaited: Sequence[int], reductions: Sequence[Sequence[tuple[Place, float]]]
     ) -> list[tuple[int, Place]]:
-        """Per group its depth and place, see `passes.schedule.issue_order.Ahead`. reductions: rising, the place of
-        each and its seconds."""
+        """Per group its depth and place, see `passes.schedule.issue_order.Ahead`. reductions: over each link, rising,
+        the place of each and its seconds."""
         found: list[tuple[int, Place]] = []
         for i, depth in enumerate(self._depths()):
             place = self._behind_awaited(i, place_behind(self.read, i, depth), awaited)
-            found.append(self._before_reductions(i, depth, place, reductions))
+            found.append(self._before_reductions(i, depth, place, reductions[self._link(i)]))
         return found
+
+    def _link(self, i: int) -> int:
+        return self.links[i] if self.links else 0
 
     def _depths(self) -> list[int]:
         """So deep that each group has arrived when it is read, if all later ones have to as well."""
         depths: list[int] = []
-        start = math.inf
+        free: dict[int, float] = {}  # by link, until when it may be busy with others
         for i in reversed(range(len(self.read))):
-            start = min(self.elapsed[self.read[i]], start) - SLACK * self.seconds[i]
+            arrives = min(self.elapsed[self.read[i]], free.get(self._link(i), math.inf))
+            start = free[self._link(i)] = arrives - SLACK * self.seconds[i]
             depth = 1
             while depth <= i and self.elapsed[self.read[i - depth]] > start and self._fit(i, depth + 1):
                 depth += 1

@@ -1,8 +1,8 @@
 """Search until the best plan is proven, or nothing is left to try.
 
-The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
-the program that would run is the judge. After the plan that the objective likes best, looks for faster ones follow one
-another:
+The objective does not place every collective: it says of parts of a phase what may hide (`phase_paths`). The timeline
+of the program that would run is the judge. After the plan that the objective likes best, looks for faster ones follow
+one another:
 
     extremes    the fastest if nothing hides, if every reduction pays a start of its own, if more is awaited behind
                 fillers; and the best with one kind of place turned over to what another has there
@@ -28,10 +28,10 @@ from cost_model.deadline import Deadline
 from passes.layout.layout import Assignment
 from passes.search.bucket_starts import BucketStarts, StartsUnder
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
+from passes.search.phase_paths import PhaseOverlap
 from passes.search.rival_choices import RivalChoices, past_transfers, turns
 from passes.search.search_space import ALIKE, SearchSpace
 from passes.search.search_terms import COLD, SearchStart
-from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
@@ -139,7 +139,8 @@ class _Search:
         self.starts, self.proven = starts, 0.0
         self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
-        self.small = len(space.edges) <= AGAIN_EDGES
+        self.reads = sum(not edge.link for edge in space.edges)
+        self.small = self.reads <= AGAIN_EDGES
         self.counted: dict[tuple[PhaseOverlap, ...], float] = {}
         self.watched = deadline.watch is not None and not deadline.of_part
 
@@ -273,7 +274,7 @@ class _Search:
         """One kind of place after the other is turned over to what another plan has there, and back where that did not
         help; until as many as `patience` in a row did not."""
         problem, kinds, judging = self.space.problem, self.space.kinds(self.overlaps), self.judging
-        left, waiting = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1)), patience
+        left, waiting = min(TURNS, TURNED_EDGES // max(self.reads, 1)), patience
         for turn in turns(problem, kinds, self.best.choice, others):
             choice = lighter(problem, turn.of(self.best.choice))
             if min(left, waiting) <= 0 or turn.seconds > MOST_EXPENSIVE * self.best.seconds or judging.late():

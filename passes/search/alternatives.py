@@ -93,4 +93,6 @@ class _Finder:
     ) -> np.ndarray:
         merges = (reader.name, i) in self.builder.reads.ending
         times = read_repeats(reader, operand)
-        return times * self.builder.priced(held, wanted, node_value(operand), merges, frozenset())
+        return times * np.add.reduce(
+            self.builder.priced(held, wanted, node_value(operand), merges, frozenset())
+        )

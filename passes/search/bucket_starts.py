@@ -7,6 +7,7 @@ any reduction may be faster, and no plan with one is as fast as it is counted.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
@@ -18,8 +19,9 @@ from cost_model.collectives import MERGED, copies_seconds
 from passes.ir.joint import JointGraph, node_value
 from passes.redistribution.redistribute import Redistributor
 from passes.search.overlapped import solve_overlapped
+from passes.search.phase_paths import PhaseOverlap
 from passes.search.search_space import CostKinds, Edge, SearchSpace, distinct
-from passes.search.step_kinds import PhaseOverlap, ended_phase, ended_seconds
+from passes.search.step_kinds import ended_phase, ended_seconds
 from passes.solver.problem import Array, Infeasible, Problem, Solution
 from passes.solver.solve import ROUNDING
 from passes.strategies.prices import Prices
@@ -184,26 +186,29 @@ def bucket_starts(
     groups = [axes for count in range(1, len(names) + 1) for axes in combinations(names, count)]
     if max(exposed) * max(started.besides(kind, axes) for kind, axes in product(MERGED, groups)) < least:
         return BucketStarts({})
-    merged = prices.merged
-    ways = Redistributor(merged.mesh, started, merged.joined, merged.avoided)
+    ways = prices.merged.priced_by(started)
     known: dict[Hashable, Array] = {}
     found: dict[int, Array] = {}
+    charged: defaultdict[Edge, list[Array]] = defaultdict(list)
+    for edge, costs in zip(space.edges, space.problem.edge_costs, strict=True):
+        charged[replace(edge, link=0)].append(costs)
     for number, (phase, value) in ending.items():
-        edge, charged = space.edges[number], space.problem.edge_costs[number]
-        key = id(charged), phase, tuple(value.shape), value.dtype
+        edge = space.edges[number]
+        over = charged[edge]
+        key = tuple(map(id, over)), phase, tuple(value.shape), value.dtype
         if key not in known:
-            known[key] = exposed[phase] * _besides(space, edge, charged, value, ways)
+            known[key] = exposed[phase] * _besides(space, edge, np.add.reduce(over), value, ways)
         found[number] = known[key]
     return BucketStarts({number: seconds for number, seconds in found.items() if seconds.any()})
 
 
 def _ending(space: SearchSpace, joint: JointGraph, phases: int) -> dict[int, tuple[int, torch.Tensor]]:
-    """Phase and value, by edge."""
+    """Phase and value, by edge; of the edges of a value over several links by the first."""
     nodes = {node.name: node for node in joint.graph.nodes}
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for number, (kind, edge) in enumerate(zip(space.kinds(()).edges, space.edges, strict=True)):
         phase = ended_phase(kind)
-        if phase is not None and phase < phases:
+        if phase is not None and phase < phases and not edge.link:
             found[number] = phase, node_value(nodes[space.names[edge.producer]], edge.result)
     return found
 

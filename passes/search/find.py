@@ -18,9 +18,10 @@ from passes.search.agree import Agreed, agreed
 from passes.search.bucket_starts import bucket_starts
 from passes.search.judged_choice import Judgement
 from passes.search.offered import build_limited
+from passes.search.phase_paths import PhaseOverlap
 from passes.search.search_space import SearchSpace
 from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
-from passes.search.step_kinds import PhaseOverlap, StepKinds
+from passes.search.step_kinds import StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
@@ -37,7 +38,7 @@ class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
     fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
-    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`).
+    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.phase_paths`).
     rivals: what else the search found and judged, the fastest first."""
 
     assignment: Assignment

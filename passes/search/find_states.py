@@ -20,10 +20,10 @@ from passes.search.corrected_rows import Held, corrected, held_besides, kinds_wi
 from passes.search.find import explained
 from passes.search.judged_choice import overlaps_of
 from passes.search.offered import ABSENT, build_offered
+from passes.search.phase_paths import CLOSE, PhaseOverlap
 from passes.search.search_space import SearchSpace
 from passes.search.search_terms import Boundary, Narrowing, same_layouts
 from passes.search.state_columns import Columns
-from passes.search.step_kinds import CLOSE, PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
 from passes.states.offers import EITHER, Offers, Place, offered, places, without_either

@@ -69,16 +69,20 @@ class LimitedBuilder(SpaceBuilder):
             self.made[key] = option, make(option)  # with the option, so that its ids stay its own
         return self.made[key][1]
 
-    def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
+    def edge_matrices(
+        self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]
+    ) -> list[np.ndarray]:
         read = self.options[edge.consumer].strategies
         in_place = [i for i, strategy in enumerate(read) if isinstance(strategy, InPlace)]
         if not in_place:
-            return super().edge_matrix(source, edge, merges, still)
+            return super().edge_matrices(source, edge, merges, still)
         moved = len(read) - len(in_place)
         sources = [s.results[edge.result] for s in self.options[edge.producer].strategies]
         targets = [s.operands[0] for s in read]
-        seconds = self.priced(sources, targets[:moved], node_value(source), merges, still)
-        return np.concatenate([seconds, same_layout(sources, targets[moved:])], axis=1)
+        over = self.priced(sources, targets[:moved], node_value(source), merges, still)
+        held = same_layout(sources, targets[moved:])
+        beside = [held, *[np.zeros(held.shape)] * (len(over) - 1)]
+        return [np.concatenate(both, axis=1) for both in zip(over, beside, strict=True)]
 
 
 def same_layout(sources: list[Layout], targets: list[Layout]) -> np.ndarray:
@@ -225,24 +229,26 @@ class _OfferBuilder(LimitedBuilder):
         priced = lambda traffic: self.prices.strategy_seconds(node, rule_for(node), strategies, traffic)
         return repeats(node) * np.maximum(priced(stored) - priced(flow), 0.0)
 
-    def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
+    def edge_matrices(
+        self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]
+    ) -> list[np.ndarray]:
         strategies = self.options[edge.consumer].strategies
         rows = [_held(s, edge.result) for s in self.options[edge.producer].strategies]
         columns = [_read(s, edge.operand) for s in strategies]
         here = [i for i, layout in enumerate(rows) if layout is not None]
         anyhow = [j for j, s in enumerate(strategies) if columns[j] is not None and not isinstance(s, _STILL)]
         in_place = [j for j, s in enumerate(strategies) if columns[j] is not None and isinstance(s, _STILL)]
-        matrix = np.zeros((len(rows), len(columns)))
-        matrix[:, anyhow + in_place] = np.inf
+        over = [np.zeros((len(rows), len(columns))) for _ in range(self.prices.redistributor.link_count)]
+        over[0][:, anyhow + in_place] = np.inf
         sources = [layout for layout in rows if layout is not None]
         targets = lambda places: [layout for j in places if (layout := columns[j]) is not None]
         if here and anyhow:
-            matrix[np.ix_(here, anyhow)] = self.priced(
-                sources, targets(anyhow), node_value(source), merges, still
-            )
+            moved = self.priced(sources, targets(anyhow), node_value(source), merges, still)
+            for matrix, seconds in zip(over, moved, strict=True):
+                matrix[np.ix_(here, anyhow)] = seconds
         if here and in_place:
-            matrix[np.ix_(here, in_place)] = same_layout(sources, targets(in_place))
-        return matrix
+            over[0][np.ix_(here, in_place)] = same_layout(sources, targets(in_place))
+        return over
 
 
 _STILL = (InPlace, OneOf)

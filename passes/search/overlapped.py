@@ -1,7 +1,7 @@
 """Search where communication may hide behind computation: the exposed time of a phase is in the objective.
 
 With t the seconds of a choice by kind, the step takes the sum of t and, per phase p, what its longest path holds less
-than all of it (`passes.search.step_kinds`):
+than all of it (`passes.search.phase_paths`):
 
     T(x) = 1 . t + sum_p max_f (A_p t)_f  =  max over shares m_p of paths of  (1 + sum_p m_p A_p) . t
 

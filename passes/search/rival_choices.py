@@ -29,8 +29,8 @@ from passes.layout.layout import Layout
 from passes.search.bucket_starts import started_alone, unpaid_starts
 from passes.search.judged_choice import Choice, JudgedChoice, counted_seconds
 from passes.search.overlapped import solve_overlapped
+from passes.search.phase_paths import PhaseOverlap
 from passes.search.search_space import CostKinds, SearchSpace, changes_by_kind, components, overlapped_seconds
-from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Array, Infeasible, Problem, Solution
 from passes.solver.solve import restricted, solve
 
@@ -251,10 +251,14 @@ def _alike(
 def past_transfers(problem: Problem, base: Sequence[int], least: float) -> Iterator[tuple[int, ...]]:
     """One for each kind of transfer of `least` seconds or more, of equal layers together: each reader with the strategy
     that costs least, with all that it then reads and is read for, of those that read for nothing there."""
-    alike: defaultdict[tuple[int, int, int], list[tuple[int, Array]]] = defaultdict(list)
-    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
-        if costs[base[i], base[j]] >= least:
-            alike[id(costs), base[i], base[j]].append((j, costs[base[i]]))
+    between: defaultdict[tuple[int, int], list[Array]] = defaultdict(list)
+    for ends, costs in zip(problem.edges, problem.edge_costs, strict=True):
+        between[ends].append(costs)
+    alike: defaultdict[tuple[tuple[int, ...], int, int], list[tuple[int, Array]]] = defaultdict(list)
+    for (i, j), over in between.items():
+        way = np.add.reduce([costs[base[i]] for costs in over])
+        if way[base[j]] >= least:
+            alike[tuple(map(id, over)), base[i], base[j]].append((j, way))
     around = _seconds_around(problem, base, {node for places in alike.values() for node, _ in places})
     for places in alike.values():
         chosen = list(base)

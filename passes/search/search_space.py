@@ -16,7 +16,8 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from passes.layout.layout import Layout, NodeLayouts
-from passes.search.step_kinds import EXPOSED, KINDS, PhaseOverlap, StepKinds, phase_paths
+from passes.search.phase_paths import PhaseOverlap, phase_paths
+from passes.search.step_kinds import EXPOSED, KINDS, StepKinds, on_link
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import ROUNDING
 
@@ -26,13 +27,15 @@ class Edge:
     """Value `result` of search node `producer`, read by `consumer`.
 
     operand is the position among the consumer's operands, or None when the consumer is the end of
-    the graph that the value must reach: the parameter whose gradient it is, or an output.
+    the graph that the value must reach: the parameter whose gradient it is, or an output. link: what the seconds of the
+    edge are over; a value read over two links has two edges.
     """
 
     producer: int
     result: int
     consumer: int
     operand: int | None
+    link: int = 0
 
 
 ALIKE = 0.02
@@ -66,8 +69,9 @@ class SearchSpace:
     def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
         """Of the costs of `problem`, where phases overlap so well."""
         nodes = tuple(self.step.nodes.get(name, EXPOSED) for name in self.names)
-        edges = tuple(self.step.reads.get(read, EXPOSED) for read in self.reads)
-        return CostKinds(nodes, edges, KINDS, phase_paths(overlaps))
+        reads = zip(self.reads, self.edges, strict=True)
+        edges = tuple(on_link(self.step.reads.get(read, EXPOSED), edge.link) for read, edge in reads)
+        return CostKinds(nodes, edges, KINDS, phase_paths(overlaps, self.step.links))
 
     def totals(self, choice: Sequence[int]) -> Array:
         """float64[kinds]: the seconds of `choice` by kind."""
@@ -108,16 +112,16 @@ def distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
 
 
 def overlapped_seconds(totals: Array, paths: Sequence[Array]) -> float:
-    """Of a step with these seconds by kind: all of them, less what hides in each phase.
+    """Of a step with these seconds by kind: all of them, less what hides by each group of paths.
 
-    paths: per phase float64[paths, kinds], see `passes.search.step_kinds.phase_paths`.
+    paths: groups of float64[paths, kinds], see `passes.search.phase_paths`.
     """
     return float(totals.sum()) + sum(float((rows @ totals).max()) for rows in paths)
 
 
 @dataclass(frozen=True)
 class CostKinds:
-    """nodes, edges: the kind of each cost of a problem: one of `count`, a column of `paths`. paths: per phase, see
+    """nodes, edges: the kind of each cost of a problem: one of `count`, a column of `paths`. paths: in groups, see
     `overlapped_seconds`."""
 
     nodes: tuple[int, ...]

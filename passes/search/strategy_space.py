@@ -45,9 +45,8 @@ def build_space(
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
 
-    narrowing: nodes that do not have all of their strategies.
-
-    Raises OutOfTime: layouts of a mesh of many axes, and the ways between them, are many.
+    narrowing: nodes that do not have all of their strategies. Raises OutOfTime: layouts of a mesh of many axes, and the
+    ways between them, are many.
     """
     return SpaceBuilder.of(joint, prices, boundary, narrowing, deadline).built(memory_limit)
 
@@ -78,7 +77,7 @@ class SpaceBuilder:
     read_of: list[tuple[str, int]] = field(default_factory=list)
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, Option] = field(default_factory=dict)
-    matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    matrices: dict[Hashable, list[np.ndarray]] = field(default_factory=dict)
     kept: dict[Hashable, tuple[Sequence[NodeLayouts], tuple[NodeLayouts, ...]]] = field(default_factory=dict)
 
     @classmethod
@@ -145,10 +144,9 @@ class SpaceBuilder:
         )
 
     def _kinds(self) -> StepKinds:
-        seconds = {
-            name: float(option.seconds.max()) for name, option in zip(self.names, self.options, strict=True)
-        }
-        return step_kinds(self.joint, self.reads, seconds)
+        options = zip(self.names, self.options, strict=True)
+        seconds = {name: float(option.seconds.max()) for name, option in options}
+        return step_kinds(self.joint, self.reads, seconds, self.prices.redistributor)
 
     def add(self, node: fx.Node | None, name: str, option: Option) -> int:
         position = len(self.names)
@@ -252,15 +250,17 @@ class SpaceBuilder:
     ) -> None:
         node, result = result_index(source)
         edge = Edge(self.index[node], result, consumer, operand)
-        self.edges.append(edge)
         still = self.narrowing.still.get(read, frozenset())
-        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending, still, times))
-        self.read_of.append(read)
+        for link, seconds in enumerate(self._matrices(source, edge, read in self.reads.ending, still, times)):
+            if not link or seconds.any():
+                self.edges.append(replace(edge, link=link))
+                self.edge_costs.append(seconds)
+                self.read_of.append(read)
 
-    def _matrix(
+    def _matrices(
         self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str], times: int
-    ) -> np.ndarray:
-        """Seconds of an edge in a step, in which its redistribution is done so many times."""
+    ) -> list[np.ndarray]:
+        """Seconds of an edge over each link in a step, in which its redistribution is done so many times."""
         value = node_value(source)
         held = self.options[edge.producer].strategies
         read = self.options[edge.consumer].strategies
@@ -268,12 +268,14 @@ class SpaceBuilder:
         key = (id(held), edge.result, id(read), edge.operand, look, merges, still, times)
         if key not in self.matrices:
             self.deadline.check()
-            found = self.edge_matrix(source, edge, merges, still)
-            self.matrices[key] = found if times == 1 else times * found
+            found = self.edge_matrices(source, edge, merges, still)
+            self.matrices[key] = found if times == 1 else [times * seconds for seconds in found]
         return self.matrices[key]
 
-    def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
-        """Seconds of every pair of strategies at the ends of an edge."""
+    def edge_matrices(
+        self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]
+    ) -> list[np.ndarray]:
+        """Seconds of every pair of strategies at the ends of an edge, over each link."""
         sources = [s.results[edge.result] for s in self.options[edge.producer].strategies]
         read = self.options[edge.consumer].strategies
         targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
@@ -286,13 +288,13 @@ class SpaceBuilder:
         value: torch.Tensor,
         merges: bool,
         still: frozenset[str],
-    ) -> np.ndarray:
-        """Price each distinct pair of layouts once, then spread over the strategies."""
+    ) -> list[np.ndarray]:
+        """Price each distinct pair of layouts once, then spread over the strategies; over each link."""
         rows, row_of = distinct(sources)
         columns, column_of = distinct(targets)
         prices = self.prices.merged if merges else self.prices.redistributor
-        seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size(), self.deadline)
+        over = prices.by_link(rows, columns, tuple(value.shape), value.element_size(), self.deadline)
         if still:
             allowed = np.array([[stays(row, column, still) for column in columns] for row in rows])
-            seconds = np.where(allowed, seconds, np.inf)
-        return seconds[np.ix_(row_of, column_of)]
+            over[0] = np.where(allowed, over[0], np.inf)
+        return [seconds[np.ix_(row_of, column_of)] for seconds in over]

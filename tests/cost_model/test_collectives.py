@@ -55,6 +55,16 @@ def test_strided_over_nodes(round_profile: Profile, kind: str, micros: float) ->
     assert seconds(round_profile, kind, mesh, ("dp",), MB) == pytest.approx(micros * 1e-6)
 
 
+def test_groups_in_a_node_and_between_nodes_are_over_different_links() -> None:
+    h100, mesh = CollectivePrices(Profile.named("h100"), MeshSpec({"pp": 2, "dp": 8, "tp": 4})), ("dp", "tp")
+    assert [h100.link(axes) for axes in (("tp",), ("dp",), ("pp",), mesh)] == [0, 1, 1, 1]
+    one_node = CollectivePrices(Profile.named("h100"), MeshSpec({"dp": 2, "tp": 4}))
+    assert one_node.link(("dp",)) == one_node.link(mesh) == 0
+    # Four ranks from the third on leave their node of eight.
+    assert CollectivePrices(Profile.named("h100"), MeshSpec({"dp": 3, "tp": 6})).link(("tp",)) == 1
+    assert CollectivePrices(Profile.named("cpu"), MeshSpec({"dp": 64})).link(("dp",)) == 0
+
+
 # All 8 ranks of two nodes: four ports of 10 GB/s between them carry the ring (25 us for 1 MB), 6 + 1 hops.
 # An exchange sends half of every rank's buffer to the other node through its own port.
 @pytest.mark.parametrize(

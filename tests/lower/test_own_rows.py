@@ -149,9 +149,9 @@ def test_rows_go_behind_the_ids_that_say_where_to() -> None:
         started = graph.call_function(exchange_rows, (rows, known, known, known, "g"))
         moves.append((started, graph.call_function(c10d.wait_tensor.default, (started,))))
         for node in moves[-1]:
-            node.meta = {"turn": turn, "later": (6,)}
+            node.meta = {"turn": turn, "places": (turn[1], 6)}
     for node in (gathered, known):
         node.meta["turn"] = (0, 4)
     behind_ids(graph)
     assert [node.meta for node in moves[0]] == [{"turn": (0, 4, 1)}] * 2
-    assert [node.meta for node in moves[1]] == [{"turn": (0, 5), "later": (6,)}] * 2
+    assert [node.meta for node in moves[1]] == [{"turn": (0, 5), "places": (5, 6)}] * 2

@@ -254,6 +254,42 @@ def test_matrix_holds_the_seconds_of_plan(axes: dict[str, int], explicit: float)
                     assert found.seconds == sum(found.step_seconds)
 
 
+@pytest.mark.parametrize("axes", [{"a": 4, "b": 2}, {"a": 2, "b": 3, "c": 2}], ids=str)
+def test_seconds_over_each_link_are_those_of_the_steps(axes: dict[str, int]) -> None:
+    """Groups along the first axis, alone or with others, communicate over another link."""
+    mesh, rng = MeshSpec(axes), random.Random(2)
+    link = lambda axes: int("a" in axes)
+    redistributor = Redistributor(mesh, link_prices(mesh), link=link)
+    assert redistributor.link_count == 2
+    moved = [0.0, 0.0]
+    for shape in ((12, 8, 4), (7, 1, 5), (16,)):
+        srcs = [random_layout(rng, shape, mesh, ["sum", "max"], 0.0) for _ in range(6)]
+        dsts = [creatable(srcs[0], random_layout(rng, shape, mesh, ["sum"], 0.0)) for _ in range(6)]
+        total = redistributor.matrix(srcs, dsts, shape, 4)
+        over = redistributor.by_link(srcs, dsts, shape, 4)
+        for i, j in np.ndindex(total.shape):
+            if np.isinf(total[i, j]):
+                assert np.isinf(over[0][i, j]) and over[1][i, j] == 0.0
+                continue
+            found = redistributor.plan(srcs[i], dsts[j], shape, 4)
+            steps = list(zip(found.steps, found.step_seconds, strict=True))
+            for number in range(2):
+                wanted = sum(s for step, s in steps if step.kind is not None and link(step.axes) == number)
+                assert over[number][i, j] == pytest.approx(wanted, rel=1e-12)
+                moved[number] += wanted
+    assert min(moved) > 0.0
+
+
+def test_links_are_counted_on_the_mesh() -> None:
+    """All groups leave their host, or none does: one link."""
+    for link in (lambda axes: 0, lambda axes: 7):
+        one = Redistributor(TWO_AXES, link_prices(TWO_AXES), link=link)
+        assert one.link_count == 1 and one.link(("a",)) == one.link(("a", "b")) == 0
+    two = Redistributor(TWO_AXES, link_prices(TWO_AXES), link=lambda axes: 7 * ("a" in axes))
+    assert [two.link(axes) for axes in (("b",), ("a",), ("b", "a"))] == [0, 1, 1]
+    assert two.joining((TWO_AXES.names,)).link_count == two.avoiding(frozenset()).link_count == 2
+
+
 def test_distances_are_those_of_dijkstra() -> None:
     mesh = MeshSpec({"a": 2, "b": 3})
     prices = link_prices(mesh)

@@ -29,7 +29,7 @@ from passes.plan.planned_graph import (
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
-from passes.schedule.issue_order import issue_order
+from passes.schedule.issue_order import IssueOrder, issue_order
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.strategies.strategies import enumerate_strategies
 from tests.redistribution.layouts import cut, link_prices, random_layout
@@ -85,21 +85,21 @@ def unmerged(
     joint: JointGraph,
     assignment: Assignment,
     redistributor: Redistributor | None,
-    turns: Mapping[Transfer, Turn] | None = None,
+    turns: Mapping[Transfer, Turn] | IssueOrder | None = None,
 ) -> PlannedGraph:
     """The steps that `redistributor` chooses (None: there are none), every collective alone, every op in one part;
     without prices. turns: of the transfers, if they are not those of `issue_order`."""
     ways = {} if redistributor is None else chosen_steps(joint, assignment, redistributor)
-    order = issue_order(joint, assignment).turns if turns is None else turns
+    turns = issue_order(joint, assignment).turns if turns is None else turns
+    order = turns if isinstance(turns, IssueOrder) else IssueOrder(turns, {}, {})
 
     def operand(reader: fx.Node, position: int, source: fx.Node) -> OperandRecord:
         producer, index = result_index(source)
         transfer, layout = (reader.name, position), assignment[reader.name].operands[position]
         steps = ways[transfer].steps if transfer in ways else ()
         moved = tuple(Reshard.of(step, 0, 0.0) for step in steps)
-        return OperandRecord(
-            producer.name, index, layout, moved, False, order.get(transfer) if moved else None
-        )
+        when = order.turns.get(transfer), order.ahead.get(transfer), order.starts.get(transfer, ())
+        return OperandRecord(producer.name, index, layout, moved, False, *(when if moved else ()))
 
     def node(one: fx.Node) -> NodeRecord:
         layouts = assignment[one.name]

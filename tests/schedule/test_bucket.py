@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,13 +20,12 @@ from passes.layout.layout import Assignment, Layout
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.plan.decide import chosen_steps
-from passes.plan.planned_graph import Transfer, Turn
 from passes.plan.transfers import Move
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.bucket import Bucket
 from passes.schedule.bucket_plan import Item, Wire, bucketed_order, least_end
-from passes.schedule.issue_order import MergeRule, Side, issue_order
+from passes.schedule.issue_order import IssueOrder, MergeRule, Side, issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 from passes.search.find import find_assignment
@@ -110,16 +109,16 @@ def at_random(seed: int) -> MergeRule:
     return merge
 
 
-def bucketed(joint: JointGraph, assignment: Assignment, prices: Prices) -> Mapping[Transfer, Turn]:
+def bucketed(joint: JointGraph, assignment: Assignment, prices: Prices) -> IssueOrder:
     moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
-    return bucketed_order(joint, assignment, prices, moved).turns
+    return bucketed_order(joint, assignment, prices, moved)
 
 
 def phases_of(
     joint: JointGraph,
     assignment: Assignment,
     mesh: MeshSpec,
-    turns: Mapping[Transfer, Turn],
+    turns: IssueOrder,
     redistributor: Redistributor,
 ) -> list[Phases]:
     groups = simulated_groups(mesh)
@@ -162,9 +161,7 @@ def test_random_layouts_and_prices_that_ask_for_buckets(
     check_equal(layers, assignment, mesh, phases_of(layers, assignment, mesh, turns, prices.redistributor))
 
 
-def merged_at_random(
-    layers: JointGraph, mesh: MeshSpec, seed: int
-) -> tuple[Prices, Assignment, Mapping[Transfer, Turn]]:
+def merged_at_random(layers: JointGraph, mesh: MeshSpec, seed: int) -> tuple[Prices, Assignment, IssueOrder]:
     """Starting costs so much that all that may be merged is."""
     prices = priced(mesh, 1.0, 1e-9)
     assignment = random_assignment(layers, mesh, random.Random(seed))
@@ -173,7 +170,7 @@ def merged_at_random(
 
 def test_random_layouts_made_buckets(layers: JointGraph) -> None:
     """Otherwise the test above would show nothing."""
-    turns = [merged_at_random(layers, MeshSpec({"a": 3}), seed)[2] for seed in range(3)]
+    turns = [merged_at_random(layers, MeshSpec({"a": 3}), seed)[2].turns for seed in range(3)]
     assert sum(len(each) - len(set(each.values())) for each in turns) > 5
 
 
@@ -184,7 +181,7 @@ def test_any_cut_of_sharded_layers(axes: dict[str, int], seed: int, layers: Join
     mesh = MeshSpec(axes)
     assignment = sliced_joint(mesh, layers)
     redistributor = Redistributor(mesh, link_prices(mesh))
-    turns = issue_order(layers, assignment, merge=at_random(seed)).turns
+    turns = issue_order(layers, assignment, merge=at_random(seed))
     ranks = phases_of(layers, assignment, mesh, turns, redistributor)
     before = sum(len(collective_nodes(_graph(p, "backward").graph)) for p in ranks)
     check_equal(layers, assignment, mesh, ranks)

@@ -149,7 +149,7 @@ def test_no_transfer_is_before_what_its_operand_is_computed_from(seed: int, conv
     assignment = random_assignment(convolutions, mesh, rng)
     depth = rng.randint(1, 4)
     ahead = lambda groups, *_: [
-        (depth, place_behind([group[0].end for group in groups], i, depth)) for i in range(len(groups))
+        [(depth, place_behind([group[0].end for group in groups], i, depth))] for i in range(len(groups))
     ]
     turns = issue_order(convolutions, assignment, ahead=ahead, reach=rng.randint(0, 9)).turns
     assert len(set(turns.values())) == len(turns)

@@ -18,7 +18,7 @@ def places(
     reductions: tuple[tuple[Place, float], ...] = (),
 ) -> list[tuple[int, Place]]:
     """read: position of each gather's reader. seconds: prices, a quarter of slack left out."""
-    return Prefetch(ELAPSED, read, seconds, nbytes or [1] * len(read)).places(awaited, reductions)
+    return Prefetch(ELAPSED, read, seconds, nbytes or [1] * len(read)).places(awaited, [reductions])
 
 
 def test_two_in_flight_where_that_is_enough() -> None:
@@ -43,7 +43,7 @@ def test_memory_bounds_how_many_are_in_flight() -> None:
 def test_where_memory_is_short_several_share_it() -> None:
     """Each of 4 bytes, and of 6 seconds with slack: room for two of them, or for none but the one that is due."""
     read = [4, 5, 6, 7, 8, 9]
-    depths = lambda room: [d for d, _ in Prefetch(ELAPSED, read, [5.0] * 6, [4] * 6, room).places((), ())]
+    depths = lambda room: [d for d, _ in Prefetch(ELAPSED, read, [5.0] * 6, [4] * 6, room).places((), [()])]
     assert depths(9) == [1, 2, 2, 2, 2, 2]
     assert depths(0) == [1] * 6
 

@@ -14,15 +14,9 @@ from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, ops_by_phase, result_index, tensor_operands
 from passes.schedule.transfer_roles import HiddenReads, hidden_reads
-from passes.search.step_kinds import (
-    EXPOSED,
-    KINDS,
-    PhaseOverlap,
-    StepKinds,
-    corrected,
-    phase_seconds,
-    step_kinds,
-)
+from passes.search.phase_paths import PhaseOverlap, corrected, phase_paths, phase_seconds
+from passes.search.search_space import overlapped_seconds
+from passes.search.step_kinds import EXPOSED, KINDS, MOVING, SEGMENTS, StepKinds, kind_of, on_link, step_kinds
 
 Seconds = dict[str, float]
 Read = tuple[str, int]
@@ -50,14 +44,18 @@ def weight_reads(joint: JointGraph) -> list[Read]:
 
 
 def counted(
-    kinds: StepKinds, ops: Seconds, reads: dict[Read, float], overlaps: tuple[PhaseOverlap, ...]
+    kinds: StepKinds,
+    ops: Seconds,
+    reads: dict[Read, float],
+    overlaps: tuple[PhaseOverlap, ...],
+    links: dict[Read, int] | None = None,
 ) -> float:
-    """The objective of a forward whose ops and transfers take these seconds."""
+    """The objective of a forward whose ops and transfers take these seconds. links: that they are over."""
     totals = np.zeros(KINDS)
     for name, seconds in ops.items():
         totals[kinds.nodes[name]] += seconds
     for read, seconds in reads.items():
-        totals[kinds.reads[read]] += seconds
+        totals[on_link(kinds.reads[read], (links or {}).get(read, 0))] += seconds
     return phase_seconds(totals, overlaps)[0]
 
 
@@ -93,22 +91,52 @@ def test_what_is_awaited_counts_in_full_in_the_forward(joint: JointGraph) -> Non
     )
 
 
+@pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_schedule_of_gathers_is_faster(joint: JointGraph, seed: int) -> None:
+def test_no_schedule_of_gathers_is_faster(joint: JointGraph, seed: int, links: int) -> None:
     """Gathers that are all issued at once, in the order in which they are read: no prefetch is deeper."""
     rng = random.Random(seed)
     ops = {name: rng.random() ** 3 for name in one_second_each(joint)}
     scale = rng.choice([0.2, 1.0, 4.0])
     reads = {read: scale * rng.random() ** 2 for read in weight_reads(joint)}
+    over = {read: rng.randrange(links) for read in reads}
     efficiency = rng.choice([0.0, 0.5, 0.8, 1.0])
-    events = [Event(f"gather {name}", "comm", seconds) for (name, _), seconds in reads.items()]
+    events = [Event(f"gather {read}", "comm", s, link=over[read]) for read, s in reads.items()]
     arrival = {name: i for i, (name, _) in enumerate(reads)}
     for name, seconds in ops.items():
         after = (arrival[name],) if name in arrival else ()
         events.append(Event(name, "compute", seconds, after))
     timeline = Timeline.of(events, efficiency).seconds
     kinds = step_kinds(joint, hidden_reads(joint), ops)
-    assert counted(kinds, ops, reads, (PhaseOverlap(efficiency), ALL[1])) <= timeline * (1 + 1e-9)
+    overlaps = PhaseOverlap(efficiency), ALL[1]
+    assert counted(kinds, ops, reads, overlaps, over) <= timeline * (1 + 1e-9)
+
+
+def test_gathers_over_two_links_hide_side_by_side(joint: JointGraph) -> None:
+    """By hand: over either link 0.6 of what is computed, which hides. Over one link 0.2 would stick out."""
+    ops = one_second_each(joint)
+    kinds, last = step_kinds(joint, hidden_reads(joint), ops), weight_reads(joint)[-2:]
+    whole = sum(ops.values())
+    reads = dict.fromkeys(last, 0.6 * whole)
+    assert counted(kinds, ops, reads, ALL) >= 1.2 * whole
+    assert counted(kinds, ops, reads, ALL, {last[0]: 1}) == pytest.approx(whole)
+    half = (PhaseOverlap(0.5), ALL[1])
+    assert counted(kinds, ops, reads, half, {last[0]: 1}) == pytest.approx(0.5 * whole + 0.5 * 1.6 * whole)
+
+
+@pytest.mark.parametrize("links", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_groups_of_paths_say_the_same(seed: int, links: int) -> None:
+    rng = np.random.default_rng(seed)
+    totals = rng.random(KINDS)
+    totals[EXPOSED] = 0.0
+    if links == 1:
+        for phase in range(2):
+            first = on_link(kind_of(phase, MOVING[0], 0), 1)
+            totals[first : first + len(MOVING) * SEGMENTS] = 0.0
+    overlaps = PhaseOverlap(0.7), PhaseOverlap(0.8, 0.3)
+    wanted = sum(phase_seconds(totals, overlaps))
+    assert overlapped_seconds(totals, phase_paths(overlaps, links)) == pytest.approx(wanted)
 
 
 def test_products_of_weights_gradients_are_what_awaited_collectives_hide_behind(joint: JointGraph) -> None:

@@ -275,7 +275,7 @@ canonicalization, tests check what must hold (`passes/ir/graph_properties.py`).
 """
 
 PREDICT = """
-`passes/predict/predict_step.py` runs kernels and collectives on two streams of a timeline. A collective adds to the
+`passes/predict/predict_step.py` runs kernels and collectives on streams of a timeline. A collective adds to the
 step what no
 kernel hides.
 """

@@ -93,7 +93,7 @@ class Charts {
 
   // Rows of a step: which phase it is, kernels, collectives, and what of these is exposed.
   _streams() {
-    const rows = { phase: [], compute: [], communication: [], exposed: [] };
+    const rows = { phase: [], compute: [], communication: [], "beside it": [], exposed: [] };
     let begin = 0;
     for (const part of this.chart.parts) {
       for (let i = 0; i < part.times; i += 1, begin += part.seconds) {
@@ -101,7 +101,7 @@ class Charts {
       }
     }
     return Object.entries(rows)
-      .filter(([name, spans]) => spans.length || name !== "phase")
+      .filter(([name, spans]) => spans.length || !["phase", "beside it"].includes(name))
       .map(([name, spans]) => ({ name, spans }));
   }
 
@@ -143,7 +143,9 @@ class Charts {
         label: `${kind}[${axes}]`,
         where: modules[serves] + piece,
       };
-      rows.communication.push(span);
+      // Over another link it may run beside the one before; a microsecond is rounding.
+      const beside = rows.communication.at(-1)?.end > span.start + 1e-6;
+      rows[beside ? "beside it" : "communication"].push(span);
       if (exposed > 0) {
         rows.exposed.push({
           ...span,

@@ -1,20 +1,25 @@
-"""A reduction of several collectives is on its way while the backward computes, and not its first collective alone."""
+"""Transfers of several collectives are on their way while a phase computes, and not one of their collectives alone."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx, nn
 
+from autoshard.plan.judged import prices_of
 from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment, Layout
 from passes.lower.partition import partition
-from passes.lower.phases import split_phases
+from passes.lower.phases import Phases, split_phases
+from passes.plan.decide import chosen_steps
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
+from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.overlap import IN_TURN, Overlap
 from passes.simulate.lockstep import simulate, simulated_groups
 from tests.schedule.planned import (
@@ -35,6 +40,9 @@ class InHosts:
 
     def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
         return nbytes * {("ranks",): 1e-3, ("hosts",): 1.0}.get(axes, 10.0)
+
+    def link(self, axes: tuple[str, ...]) -> int:
+        return int("hosts" in axes)
 
 
 class Layers(nn.Module):
@@ -119,3 +127,52 @@ def test_random_layouts_compute_the_same_and_ranks_agree(seed: int, layers: Join
     for got, want in zip(found, wanted, strict=True):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert all(IN_TURN.violation(p.backward.module) is None for p in ranks if p.backward is not None)
+
+
+def gathered(joint: JointGraph, assignment: Assignment, per_byte: float = 1e-7) -> list[Phases]:
+    """Lowered in the order that prices give, `per_byte` times those of `InHosts`; computing as on the nominal CPU."""
+
+    class Scaled(InHosts):
+        def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+            return per_byte * super().seconds(kind, axes, nbytes)
+
+    ways = Redistributor(MESH, Scaled(), link=Scaled().link)
+    prices = replace(prices_of(Profile.load("cpu"), MESH, "eager"), redistributor=ways, merged=ways)
+    order = bucketed_order(joint, assignment, prices, chosen_steps(joint, assignment, ways))
+    planned, groups = unmerged(joint, assignment, ways, order), simulated_groups(MESH)
+    modules = [partition(joint, planned, MESH, rank, groups).module for rank in range(4)]
+    return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
+
+
+def split_over_all(joint: JointGraph) -> Assignment:
+    """FSDP over both axes: each weight is gathered between hosts, then within them."""
+    rows = Layout((("hosts", "ranks"), ()))
+    held = {node.name: rows for node in joint.placeholders}
+    return followed_assignment(joint, MESH, held, "none")
+
+
+def test_a_gather_begins_before_the_one_ahead_of_it_has_ended(layers: JointGraph) -> None:
+    """What a gather takes between hosts is longer than a layer computes: the next layer's begins before."""
+    phases = gathered(layers, split_over_all(layers))[0]
+    graph = Overlap()(phases.forward).graph
+    steps = [(n.meta["serves"].split(".")[1], n.meta["step"]) for n in collective_nodes(graph)]
+    last = max(step for _, step in steps)
+    assert last >= 1 and sorted(steps) == [(layer, step) for layer in "012" for step in range(last + 1)]
+    assert steps.index(("2", 0)) < steps.index(("1", last))
+    assert all(
+        steps.index((layer, step)) < steps.index((layer, step + 1)) for layer, step in steps if step < last
+    )
+
+
+@pytest.mark.parametrize("per_byte", [1e-9, 1e-7])
+@pytest.mark.parametrize("seed", range(6))
+def test_gathers_that_start_apart_compute_the_same(seed: int, per_byte: float, layers: JointGraph) -> None:
+    assignment = split_over_all(layers) if seed == 0 else random_assignment(layers, MESH, random.Random(seed))
+    parts = shards(layers, assignment, MESH, values_of(layers))
+    wanted = simulate(modules_of(layers, assignment), parts, MESH)
+    ranks = gathered(layers, assignment, per_byte)
+    found = run_phases(layers, ranks, parts, MESH, Overlap())
+    for got, want in zip(found, wanted, strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    for phases in ranks:
+        assert IN_TURN.violation(phases.forward) is None
