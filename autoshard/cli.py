@@ -140,7 +140,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     plans = Plan.load(arguments.plan), Plan.load(arguments.other)
     if arguments.html is not None:
-        from autoshard.drawing.page import write_page
+        from autoshard.drawing.draw import write_page
 
         names = arguments.plan.stem, arguments.other.stem
         print(f"drew {write_page(arguments.html, *zip(names, plans, strict=True))}")

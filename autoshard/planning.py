@@ -127,9 +127,9 @@ def find_plan(
     optimizer:      whose states count as memory, and whose update as time: "adamw", "adam", "momentum", "sgd", each
                     also with ", fp32 master", a float32 copy of parameters with states in float32, the first two with
                     ", amsgrad"; or an optimizer of torch's, which is not used otherwise.
-    time_limit:     seconds for all of it; when it ends first, the best plan so far with its gap, or InfeasibleError if
-                    there is none. On meshes of many axes, or where time is short, some axes are used together
-                    (`Plan.joined_axes`).
+    time_limit:     seconds for all of it; when it ends first, the best plan so far with its gap. Where there is none,
+                    20 s more for a first plan; then InfeasibleError. On meshes of many axes, or where time is short,
+                    some axes are used together (`Plan.joined_axes`).
     autocast:       plan for calls under `torch.autocast(mesh.device_type, autocast)`, also where this machine has
                     no such device and torch would ignore that. None: autocast as it is now.
     refine:         "auto": as in `autoshard`, for a DeviceMesh, on every rank of which this is then called; a MeshSpec

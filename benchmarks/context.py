@@ -13,11 +13,8 @@ first say of the step, and its median on the slowest rank, with quartiles.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
 from functools import partial
 from typing import Any
 
@@ -35,6 +32,7 @@ from benchmarks.cluster import Launch, add_options, answer, launcher
 from benchmarks.cluster.rank import answered
 from benchmarks.context_by_torch import ROTATIONS, TorchRing, cpu_kernel
 from benchmarks.overlap import Step, Way, times_in_turns
+from benchmarks.step_cells import milliseconds, taken_on
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
@@ -58,10 +56,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.out:
         answered(given.out, lambda: _rows(given, dist.get_world_size(), dist.get_rank()))
         return 0
-    machine = f"{os.cpu_count()} CPUs ({platform.machine()}), torch {torch.__version__}"
     links = f"links of {given.rate}, " if given.rate else ""
     heads = f"{given.heads} heads of {given.width // given.heads}"
-    print(f"{given.tokens} tokens, {heads}, {links}{date.today()}, {machine}\n")
+    print(f"{given.tokens} tokens, {heads}, {links}{taken_on()}\n")
     print(
         "| ranks | keys | work of the busiest | sent, MB | predicted, ms | step, ms | quartiles | of one rank |"
     )
@@ -86,15 +83,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(row: Mapping[str, Any], alone: Mapping[str, Any]) -> list[str]:
-    median = lambda one: 1e3 * statistics.median(one["seconds"])
-    low, _, high = (1e3 * second for second in statistics.quantiles(row["seconds"], n=4))
     planned = [""] * 3  # not known of what is not ours
     if "work" in row:
         shares = row["work"] / alone["work"], row["sent"] / 1e6, 1e3 * row["predicted"]
         planned = ["{:.4f}", "{:.2f}", "{:.1f}"]
         planned = [form.format(share) for form, share in zip(planned, shares, strict=True)]
-    ratio = median(row) / median(alone)
-    return [*planned, f"{median(row):.1f}", f"{low:.1f}, {high:.1f}", f"{ratio:.2f}"]
+    ratio = statistics.median(row["seconds"]) / statistics.median(alone["seconds"])
+    return [*planned, *milliseconds(row["seconds"]), f"{ratio:.2f}"]
 
 
 def measured(launch: Launch, given: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -12,14 +12,11 @@ all ranks, the ratio to the one by hand, how far results and gradients are from 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from autoshard.profiling.startup import attend
 from benchmarks.cluster import Launch, add_options, answer, launcher
 from benchmarks.cluster.rank import answered
 from benchmarks.overlap import times_in_turns
+from benchmarks.step_cells import milliseconds, taken_on
 
 BY_HAND = "all_to_all_single"
 AXIS = "ep"
@@ -45,8 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         answered(given.out, lambda: _rows(given, dist.get_world_size(), dist.get_rank()))
         return 0
     command = "python -m benchmarks.experts " + " ".join(sys.argv[1:])
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    print(f"{date.today()}, {machine}, torch {torch.__version__}, `{command.strip()}`\n")
+    print(f"{taken_on()}, `{command.strip()}`\n")
     print("| ranks | | predicted, ms | step, ms | quartiles | CPU, ms | to the last | differs by | moves |")
     print("| ---: | --- | ---: | ---: | --- | ---: | ---: | ---: | --- |", flush=True)
     for ranks in given.ranks:
@@ -76,11 +73,9 @@ def _lines(ranks: int, rows: Sequence[dict[str, Any]]) -> list[str]:
     medians = {row["name"]: statistics.median(row["seconds"]) for row in rows}
     lines = []
     for row in rows:
-        median = medians[row["name"]]
-        low, _, high = (1e3 * second for second in statistics.quantiles(row["seconds"], n=4))
         predicted = f"{1e3 * row['predicted']:.0f}" if row["predicted"] else ""
-        cells = [predicted, f"{1e3 * median:.1f}", f"{low:.1f}, {high:.1f}", f"{1e3 * row['cpu']:.0f}"]
-        cells += [f"{median / medians[BY_HAND]:.2f}", f"{row['difference']:.0e}", row["moves"]]
+        cells = [predicted, *milliseconds(row["seconds"]), f"{1e3 * row['cpu']:.0f}"]
+        cells += [f"{medians[row['name']] / medians[BY_HAND]:.2f}", f"{row['difference']:.0e}", row["moves"]]
         lines.append("| {} | {} | {} |".format(ranks, row["name"], " | ".join(cells)))
     return lines
 

@@ -36,6 +36,7 @@ from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
 from benchmarks.gpu_memory import within_limits
 from benchmarks.gpu_prediction import MODELS, compared
+from benchmarks.step_cells import milliseconds
 from benchmarks.step_time import Trainer, in_turns
 from cost_model.collectives import CollectivePrices
 from cost_model.memory import format_bytes
@@ -93,8 +94,8 @@ def step(mesh: DeviceMesh) -> None:
         seconds = in_turns(steps, STEPS, "cuda")
         say(f"{short(dtype)}, {CONFIG}, batch {BATCH}, {STEPS} steps each; losses after warm-up {losses}")
         for name, values in seconds.items():
-            low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))
-            say(f"  {name:14} median {middle:8.2f} ms (quartiles {low:.2f}, {high:.2f})")
+            median, quartiles = milliseconds(values, 2)
+            say(f"  {name:14} median {median:>8} ms (quartiles {quartiles})")
         ratio = statistics.median(seconds["autoshard"]) / statistics.median(seconds["torch.compile"])
         say(f"  ratio of the medians {ratio:.3f}")
 

@@ -13,21 +13,17 @@ median step of the slowest rank, bytes that the busiest rank sends in one, and t
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import date
 from types import FrameType
 from typing import Any
 
-import torch
-
 from benchmarks.cluster import ClusterError, Launch, answer, launcher
 from benchmarks.space.worker import add_work_options, work_of
+from benchmarks.step_cells import milliseconds, taken_on
 
 __all__ = ["main"]
 
@@ -77,11 +73,11 @@ def _time_table(rows: Sequence[dict[str, Any]], title: str) -> Iterator[str]:
     yield f"| | median step | quartiles | sent per rank | to {BY_HAND} | gradients differ by |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for row in rows:
-        low, _, high = statistics.quantiles(row["seconds"], n=4)
+        median, quartiles = milliseconds(row["seconds"])
         ratio = f"{medians[row['name']] / medians[BY_HAND]:.2f}" if BY_HAND in medians else ""
         yield (
-            f"| {row['name']} | {1e3 * medians[row['name']]:.1f} ms | {1e3 * low:.1f}, {1e3 * high:.1f} "
-            f"| {row['sent'] / 1e3:.1f} kB | {ratio} | {row['difference']:.0e} |"
+            f"| {row['name']} | {median} ms | {quartiles} | {row['sent'] / 1e3:.1f} kB | {ratio} "
+            f"| {row['difference']:.0e} |"
         )
     yield from (f"\n{row['name']}'s plan: {row['plan']}" for row in rows if row["plan"])
 
@@ -113,8 +109,7 @@ def _measured(launch: Launch, task: str, given: argparse.Namespace, size: int) -
 
 def _about(given: argparse.Namespace) -> str:
     command = "python -m benchmarks.halo " + " ".join(sys.argv[1:])
-    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
-    return f"{date.today().isoformat()}, {machine}, torch {torch.__version__}, {given.backend}, `{command}`."
+    return f"{taken_on()}, {given.backend}, `{command}`."
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """MPT decoders as mosaicml/llm-foundry trained them: float32 parameters, bfloat16 gathered and computed.
 
 FSDP casts a parameter to `param_dtype` before it is gathered, so the casts are written out: `autocast` would leave
-to the planner whether float32 or bfloat16 travels. One call a line: `passes/strategies/uncompiled_traffic.py`
+to the planner whether float32 or bfloat16 travels. One call a line: `autoshard/plan/judged.py`
 takes a line for a kernel.
 """
 

@@ -30,6 +30,7 @@ import torch
 from benchmarks.cluster import ClusterError
 from benchmarks.racing.scenarios import FABRICS
 from benchmarks.racing.stage_worker import add_options
+from benchmarks.step_cells import milliseconds
 
 __all__ = ["main", "table"]
 
@@ -87,12 +88,12 @@ def table(result: dict[str, Any], fabric: str) -> Iterator[str]:
     yield f"|{' --- |' * 11}"
     for row in rows:
         median = statistics.median(row["seconds"])
-        low, _, high = statistics.quantiles(row["seconds"], n=4)
+        middle, quartiles = milliseconds(row["seconds"], 0)
         predicted = row.get("predicted")
         cells = [
             row["name"],
-            f"{1e3 * median:.0f} ms",
-            f"{1e3 * low:.0f}, {1e3 * high:.0f}",
+            f"{middle} ms",
+            quartiles,
             f"{median / min(by_hand):.2f}" if by_hand else "",
             f"{1e3 * row['cpu']:.0f} ms",
             f"{1e3 * row['modelled']:.0f} ms" if "modelled" in row else "",

@@ -30,7 +30,7 @@ import torch
 from autoshard.cli import main
 from autoshard.planner.configuration import RECOMPUTE, Configuration
 from autoshard.planner.meta_models import MetaModel
-from autoshard.planner.priced_runs import Machine, Run, configured_run
+from autoshard.planner.priced_runs import Machine, Run, Workload, configured_run
 from benchmarks.published_rows import CUDNN, Row, attending, gpu_profile, read_rows, run_name
 from cost_model.profile import Profile
 
@@ -95,7 +95,7 @@ class ParallelRow:
         model = MetaModel.of(self.transformers, torch.bfloat16)
         machine = Machine(self.profile, "cuda", None, "adamw, fp32 master", seconds)
         one = self.configuration
-        return configured_run(model, one, one.batch, one.sequence, machine)
+        return configured_run(Workload(model, one.batch, one.sequence, machine, self.gpus), one)
 
     def rate_of(self, run: Run) -> float:
         """Tokens a second of a GPU."""

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import autoshard
 from autoshard.demo import GPT, GPTConfig, batches
 from benchmarks.racing.models import MLP, ConvNet
+from benchmarks.step_cells import milliseconds
 
 PHASES = ("forward", "backward", "update", "zero_grad")
 PLAIN = {"eager": "PyTorch", "inductor": "torch.compile"}
@@ -109,10 +110,8 @@ def compare(case: Case, samples: int, mesh: DeviceMesh, arguments: argparse.Name
     seconds = in_turns(trainers, arguments.steps, device)
     print(f"batch of {samples}; losses after warm-up: {losses}")
     for name, values in seconds.items():
-        low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))
-        print(
-            f"  {name:14} median {middle:8.2f} ms (quartiles {low:.2f}, {high:.2f}); {trainers[name].phases()}"
-        )
+        median, quartiles = milliseconds(values, 2)
+        print(f"  {name:14} median {median:>8} ms (quartiles {quartiles}); {trainers[name].phases()}")
     ratio = statistics.median(seconds[second]) / statistics.median(seconds[first])
     paired = statistics.median(a / b for a, b in zip(seconds[second], seconds[first], strict=True))
     print(f"  ratio of the medians {ratio:.3f}; median of the ratios turn by turn {paired:.3f}")

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+FIRST_PLAN_SECONDS = 20.0
+"""For a first plan, after a time limit in which none was found."""
+
 
 class OutOfTime(Exception):
     """A deadline passed. For whoever set it to translate; not for users."""
@@ -24,16 +27,20 @@ class Watch(Protocol):
 @dataclass(frozen=True)
 class Deadline:
     """at: on the clock of `time.monotonic`. watch: of the search that must have ended then; deadlines made of this one
-    have it, too. of_part: what is found is a part of an answer, of which the watch does not hear."""
+    have it, too. of_part: what is found is a part of an answer, of which the watch does not hear. last: until when a
+    first plan may be looked for if none was found until `at`: no deadline made of this one is later.
+    """
 
     at: float
     watch: Watch | None = None
     of_part: bool = False
+    last: float = -math.inf
 
     @staticmethod
-    def after(seconds: float, watch: Watch | None = None) -> Deadline:
-        """`seconds` from now."""
-        return Deadline(time.monotonic() + seconds, watch)
+    def after(seconds: float, watch: Watch | None = None, first_plan: float = FIRST_PLAN_SECONDS) -> Deadline:
+        """`seconds` from now, and so many more for a first plan."""
+        at = time.monotonic() + seconds
+        return Deadline(at, watch, last=at + first_plan)
 
     @property
     def left(self) -> float:
@@ -46,6 +53,21 @@ class Deadline:
         if self.left < 0.0:
             raise OutOfTime
 
+    @property
+    def of_first_plan(self) -> Deadline:
+        """For a search that has only to find a plan, and found none in time."""
+        return replace(self, at=max(self.at, self.last))
+
+    @property
+    def firm(self) -> Deadline:
+        """For what is not needed to have a plan."""
+        return replace(self, last=-math.inf)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing may begin any more, a first plan included."""
+        return self.of_first_plan.left <= 0.0
+
     def earlier(self, seconds: float) -> Deadline:
         """So many seconds before this one."""
         return replace(self, at=self.at - seconds)
@@ -55,8 +77,11 @@ class Deadline:
         return replace(self, at=max(self.at, time.monotonic() + seconds))
 
     def share(self, part: float) -> Deadline:
-        """When `part` of the time that is left has passed."""
-        return self if math.isinf(self.at) else replace(self, at=time.monotonic() + part * self.left)
+        """When `part` of the time that is left has passed; and for a first plan what is left of the remainder then."""
+        if math.isinf(self.at):
+            return self
+        at = time.monotonic() + part * self.left
+        return replace(self, at=at, last=min(self.last, at + FIRST_PLAN_SECONDS))
 
     @property
     def as_part(self) -> Deadline:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-SHORTEST_RUN = 3
-
 
 def fold_repeats(graph: nx.DiGraph) -> nx.DiGraph:
     """Replace every run of at least `SHORTEST_RUN` identical layers by its first.
@@ -45,7 +43,7 @@ def _runs(graph: nx.DiGraph, depth: int) -> Iterator[list[list[str]]]:
     neighbours = itertools.groupby(enumerate(ordered), key=lambda item: _run_key(*item, signatures))
     for _, members in neighbours:
         run = [layers[path] for _, path in members]
-        if len(run) >= SHORTEST_RUN:
+        if len(run) >= 3:
             yield run
 
 

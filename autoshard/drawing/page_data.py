@@ -31,8 +31,6 @@ from passes.stages.pipeline_timeline import PipelineTimeline
 
 Json = dict[str, Any]
 
-_POINTS = 400
-"""Of a curve of memory."""
 _PATIENCE = 60.0
 """Seconds for alternatives of all ops."""
 _NOT_KNOWN = (
@@ -217,7 +215,8 @@ def _memory(memory: MemoryTimeline | None, at: StepsAt, limit: int | None) -> Js
     """The curve by kind over time, and what lives when. Steps of no known time stand between their neighbours."""
     if memory is None:
         return None
-    outline = memory.outline(_POINTS)
+    # Of a curve of memory.
+    outline = memory.outline(400)
     known = [(step.place, at(step.phase, step.node)) for step in memory.steps]
     places, times = [0], [0.0]
     for place, seconds in known:

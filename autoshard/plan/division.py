@@ -69,8 +69,8 @@ class Division:
         """The fastest plan of the whole call `task`, divided so. search: of a call without stages that is cut, or
         whole. It fits at the largest sizes that the task asks for too. Raises InfeasibleError."""
         found = self._fastest(task, deadline, search)
-        # Nobody hears of plans at other sizes; where a first plan is wanted soon, one is still needed.
-        until = replace(deadline, watch=None).at_least(min(task.time_limit, 20.0))
+        # Nobody hears of plans at other sizes.
+        until = replace(deadline, watch=None)
         return fitting_larger(task, found, lambda there: self._fastest(there, until, search))
 
     def _fastest(self, task: Task, deadline: Deadline, search: Search) -> Plan:
@@ -103,9 +103,9 @@ class Division:
             return plan_stages(task, axis, int(self.micro_batches), deadline, self.schedule)
         counts = _counts(task, axis)
 
-        def in_stages(count: int) -> Plan:
-            until = deadline.share(1.0 / (len(counts) - counts.index(count)))
-            return plan_stages(task, axis, count, until, self.schedule)
+        def in_stages(count: int, until: Deadline) -> Plan:
+            share = until.share(1.0 / (len(counts) - counts.index(count)))
+            return plan_stages(task, axis, count, share, self.schedule)
 
         return fastest_of(counts, in_stages, deadline)
 
@@ -130,7 +130,7 @@ def racers(best: Plan, task: Task, division: Division, count: int) -> list[Candi
     the other kind, along any axis or without stages, is before these, and the rest of that kind behind. Fewer where
     `task.time_limit` ends first.
     """
-    until = Deadline.after(task.time_limit)
+    until = Deadline.after(task.time_limit).firm
     fits = lambda one: fits_larger(task, one.plan)
     planned = lambda ways: by_prediction([Candidate(*one) for one in _planned(ways, until)])
     if best.axis:
@@ -170,6 +170,7 @@ def _planned(
             return
         try:
             yield name, way(until.share(1.0 / (len(ways) - place)))
+            until = until.firm
         except InfeasibleError as error:
             if reasons is not None:
                 reasons.append(error)

@@ -16,8 +16,6 @@ from passes.plan.planned_graph import NodeRecord, OperandRecord, Reshard, Result
 
 _ADDS = ("aten.add.Tensor", "aten.cat", "aten.stack")
 """Ops that put gradients together: of several uses of a parameter, or of parts of it."""
-_AFTER = 3
-"""First number of the turns after the pieces of a batch."""
 
 
 def gradient_lines(plan: PlanContent, parameter: NodeRecord) -> Iterator[str]:
@@ -81,7 +79,8 @@ class _Gradient:
         ways = zip(transfer_words(read, self.plan.planned.buckets), read.transfers, strict=True)
         when = ""
         if self.plan.micro_batches > 1 and read.turn is not None:
-            when = ", once, after the pieces" if read.turn[0] == _AFTER else ", in each piece"
+            # First number of the turns after the pieces of a batch.
+            when = ", once, after the pieces" if read.turn[0] == 3 else ", in each piece"
         return ", ".join(f"through {way}{self.exposed(read, moved)}" for way, moved in ways) + when
 
     def exposed(self, read: OperandRecord, moved: Reshard) -> str:

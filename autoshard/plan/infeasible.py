@@ -20,8 +20,6 @@ from passes.micro_batches.time_axis import batch_length, trains
 from passes.predict.prediction import LiveValue, MemoryWalk
 from passes.search.find import Found
 
-_WORTH = 0.05
-"""Share of what is missing that a pin must hold to be named."""
 _OF_A_PARAMETER = ("parameters", "optimizer", "gradients")
 
 
@@ -157,7 +155,8 @@ def _without_pins(case: _Case) -> Iterator[str]:
                 axis for axis in case.asked.mesh.real_axes() if axis not in case.asked.pins[value.name].axes
             ]
             held[value.name] = held.get(value.name, 0) + _saved(value.nbytes, case.asked.mesh.size(*free))
-    worth = {name: nbytes for name, nbytes in held.items() if nbytes >= _WORTH * case.missing}
+    # Share of what is missing that a pin must hold to be named.
+    worth = {name: nbytes for name, nbytes in held.items() if nbytes >= 0.05 * case.missing}
     if not worth:
         return
     names = sorted(worth, key=lambda name: (-worth[name], name))

@@ -48,26 +48,27 @@ def fastest_in_pieces(
     with more pieces is slower: each piece's kernels are smaller, and what is done once for each is done more often.
     """
 
-    def of(count: int) -> Plan:
+    def of(count: int, until: Deadline) -> Plan:
         cut = lambda head: cut_call(head, count, sizes_only=True)
-        return fitting(captured, memory_limit, lambda head, until: planned(cut(head), until), deadline)
+        return fitting(captured, memory_limit, lambda head, until: planned(cut(head), until), until)
 
     if micro_batches != "auto":
-        return of(int(micro_batches))
+        return of(int(micro_batches), deadline)
     return fastest_of(_counts(captured, memory_limit), of, deadline)
 
 
-def fastest_of(counts: Iterable[int], planned: Callable[[int], Plan], deadline: Deadline) -> Plan:
+def fastest_of(counts: Iterable[int], planned: Callable[[int, Deadline], Plan], deadline: Deadline) -> Plan:
     """The plan of the first of `counts`, ascending, after which the next is slower, or time is over.
 
-    planned: the plan of so many pieces; it raises InfeasibleError, and so does this if there is none."""
+    planned: the plan of so many pieces until then; it raises InfeasibleError, and so does this if there is none."""
     best: Plan | None = None
     reason: InfeasibleError | None = None
     for count in counts:
-        if best is not None and deadline.left <= 0.0:
+        until = deadline if best is None else deadline.firm
+        if until.over and not (best is None and reason is None):
             break
         try:
-            found = planned(count)
+            found = planned(count, until)
         except Uncut as error:
             reason = reason or error
             break
@@ -138,6 +139,8 @@ def fitting(
         raise
     except InfeasibleError as error:
         reason = error
+    if deadline.over:
+        raise reason
     # Only now, since it takes a search to say whether the head can be cut.
     cuts = _cuts(captured)
     fewest = next(cuts, None)

@@ -149,8 +149,7 @@ class Plan(PlanQuestions):
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .html, the report (docs/how-to/report.md), or .svg .dot .json .graphml."""
-        from autoshard.drawing.draw import draw
-        from autoshard.drawing.page import is_page, write_page
+        from autoshard.drawing.draw import draw, is_page, write_page
 
         return write_page(path, ("plan", self)) if is_page(path) else draw(self.to_networkx(), path)
 
@@ -266,8 +265,7 @@ class PipelinePlan(Plan):
 
         The suffix chooses: .html, the report (docs/how-to/report.md), .svg, or .json, a trace that Perfetto opens.
         PlanError for another."""
-        from autoshard.drawing.draw import draw_pipeline
-        from autoshard.drawing.page import is_page, write_page
+        from autoshard.drawing.draw import draw_pipeline, is_page, write_page
 
         if is_page(path):
             return write_page(path, ("plan", self))

@@ -59,7 +59,7 @@ def candidates(task: Task, count: int) -> list[Candidate]:
         return [own]
     return chosen_candidates(
         own,
-        list(_of_families(task, deadline.as_part)),
+        list(_of_families(task, deadline.as_part.firm)),
         [Candidate(NEXT, plan) for plan in judged],
         count,
     )

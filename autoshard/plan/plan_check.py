@@ -17,6 +17,7 @@ from passes.layout.layout import Layout
 from passes.plan.planned_graph import NodeRecord, OperandRecord, ResultRecord, Turn
 from passes.redistribution.steps import Step
 from passes.redistribution.universe import step_problems
+from passes.schedule.overlap import NO_TURN
 from passes.stages.pipeline_orders import pipeline_order
 
 _FIELD = re.compile(r"\{(\d{1,6})\}")
@@ -234,9 +235,6 @@ def stage_problems(parts: Sequence[Part], mesh: MeshSpec, micro_batches: int) ->
                 yield f"parameter {name} has two layouts, {layouts[name]} and {layout}"
 
 
-_FIRST: Turn = (-1, 0)
-
-
 @dataclass(frozen=True)
 class Ways:
     """Ways from layout to layout on a mesh, axes `joined` moved together; layers repeat, so each is looked at once."""
@@ -271,7 +269,7 @@ def turn_problems(records: Sequence[NodeRecord]) -> Iterator[str]:
     turn."""
     latest: dict[str, Turn] = {}
     for record in records:
-        mine = _FIRST
+        mine = NO_TURN
         for operand in record.operands:
             before = latest[operand.source]
             if operand.turn is not None and operand.turn <= before and _communicates(operand):
@@ -279,7 +277,7 @@ def turn_problems(records: Sequence[NodeRecord]) -> Iterator[str]:
                     f"node {record.name}: it reads {operand.source} in turn {operand.turn}, and that is computed from "
                     f"what comes in turn {before}"
                 )
-            mine = max(mine, before, operand.turn or _FIRST)
+            mine = max(mine, before, operand.turn or NO_TURN)
         latest[record.name] = mine
 
 

@@ -69,8 +69,6 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 OUTLINE = 40
 """Points of a curve that a plan's file holds, with twice as many values."""
-_VALUES = 1000
-"""That a timeline holds."""
 _SHOWN, _NAMED = 20, 3
 """Values of a timeline that are printed; and of a kind in its line."""
 _COLUMNS, _BARS = 64, "▁▂▃▄▅▆▇█"
@@ -195,7 +193,8 @@ def _lived(values: Sequence[LiveValue]) -> tuple[Lived, ...]:
     """Alike are those that live as long."""
     rows = (Lived(*row) for row in _alike(values, lambda value: (value.first, value.last)))
     largest = sorted(filter(lambda row: row.nbytes, rows), key=lambda row: (-row.nbytes, row.first))
-    return tuple(largest[:_VALUES])
+    # That a timeline holds.
+    return tuple(largest[:1000])
 
 
 def _alike(

@@ -85,7 +85,9 @@ def _fastest_cut(
     # Cuts into as many stages that are planned: one by estimates, one by what its stages take.
     while chosen.cut not in tried and len(tried) < 2 and (best is None or until.left > 0.0):
         tried.add(chosen.cut)
-        search = StageSearch(cutter.task, cutter.axis, cutter.joint, chosen.cut, until)
+        search = StageSearch(
+            cutter.task, cutter.axis, cutter.joint, chosen.cut, until if best is None else until.firm
+        )
         found = search.best(orders, math.inf if best is None else best.step_time)
         if found is not None:
             best = pipeline_plan(cutter.task, cutter.axis, chosen.cut, chosen.gap, *found)

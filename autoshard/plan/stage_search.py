@@ -129,6 +129,8 @@ class StageSearch:
             flights = in_flight(free.order)
             if free.seconds >= (faster_than if found is None else found[0].seconds * (1.0 - WORTH)):
                 break
+            if refused and self.deadline.over:
+                break
             if any(all(map(ge, flights, least)) for least, _ in refused) and not self._fits(free):
                 continue
             try:

@@ -64,8 +64,8 @@ from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
 
-_AT_ONCE, _FIRST_PLAN = (SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)), 20.0
-"""Where no plan was found in time: searches of a first one, of one axis both alike, and seconds for each, at most."""
+_AT_ONCE = SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)
+"""Where no plan was found in time: searches of a first one, of one axis both alike."""
 
 
 @dataclass(frozen=True)
@@ -249,10 +249,11 @@ def search_plans(
     except (InfeasibleError, OutOfTime) as error:
         late = until.left <= 0.0
         reason = None if isinstance(error, OutOfTime) or (best.judged and late) else error
+        first = replace(until.of_first_plan.as_part, watch=best)
         for at_once in _AT_ONCE[-len(task.mesh.real_axes()) :] if late or reason is None else ():
-            if best.found is None:
+            if first.left > 0.0:
                 with suppress(InfeasibleError, OutOfTime):
-                    limited(at_once).found(task.memory_limit, Deadline.after(_FIRST_PLAN, best).as_part)
+                    limited(at_once).found(task.memory_limit, first)
         if best.found is not None:
             return [best.plan(best.found)]
         with suppress(InfeasibleError, OutOfTime):
@@ -275,11 +276,10 @@ def _pinned(task: Task) -> list[str] | None:
 def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
     """The plan that was found. Its `step_time` is the objective's where it was not judged."""
     joint = compute_again(task.joint, judged.planned.again)
-    mesh, prices = task.mesh, judged.prices
     recounted = counted_seconds(found.step.totals(judged.planned.nodes), found.overlaps)
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
-        mesh=mesh,
+        mesh=task.mesh,
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
@@ -287,11 +287,11 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,
-        reserve=plan_reserve(task.links or mesh, judged.collectives),
+        reserve=plan_reserve(task.links or task.mesh, judged.collectives),
         fallbacks=fallback_ops(joint),
         origin=PlanOrigin.of(task.profile, task.joint, task.optimizer, task.timed),
         joined_axes=found.joined,
-        moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
+        moved_nbytes=None if math.isinf(judged.prices.moved_nbytes) else int(judged.prices.moved_nbytes),
         micro_batches=joint.pieces,
         head_pieces=joint.head_pieces,
         most_gain=found.most_gain,

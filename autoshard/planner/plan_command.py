@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,13 @@ from autoshard.command_words import (
     positive,
 )
 from cost_model.errors import InfeasibleError, ShardingError
-from cost_model.memory import format_bytes, format_seconds, parse_bytes
+from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
     from autoshard.planner.configuration import Configuration
-    from autoshard.planner.meta_models import GivenModel, MetaModel
-    from autoshard.planner.priced_runs import Machine, Run
-
-_PEAKS = {"h100": 989e12, "a100": 312e12}
-"""Operations a second that the makers state, of products in bfloat16."""
+    from autoshard.planner.priced_runs import Run, Workload
 
 
 def add_plan(commands: Any) -> None:
@@ -131,45 +127,6 @@ def _configuration(arguments: argparse.Namespace) -> Configuration | None:
     return getattr(readers, given[0])(getattr(arguments, given[0]), arguments.gpus)
 
 
-@dataclass(frozen=True)
-class _Workload:
-    """What is asked for. batch, sequence: of a step; 0: not known."""
-
-    model: MetaModel | GivenModel
-    batch: int
-    sequence: int
-    machine: Machine
-    gpus: int
-
-    def lines(self) -> Iterator[tuple[str, str]]:
-        tokens = f" of {self.sequence:,} tokens" if self.sequence else ""
-        size = f"{self.model.parameters() / 1e9:.3g} billion parameters"
-        yield (
-            "model",
-            f"{self.model.name}, {size}; {self.batch:,} samples{tokens} a step, on {self.gpus} devices",
-        )
-        nominal = ", nominal: measured on no machine" if self.machine.profile.nominal else ""
-        yield "prices", f"profile {self.machine.profile.name}{nominal}"
-
-    def words(self, run: Run) -> str:
-        """ "1.9 s, 8,575 tokens a second of each device, MFU 45%, 57.6GB of 80GB"."""
-        unit = "tokens" if self.sequence else "samples"
-        rate = self.batch * (self.sequence or 1) / run.seconds
-        peak = _PEAKS.get(self.machine.profile.name)
-        used = f", MFU {run.flops / run.seconds / self.gpus / peak:.1%}" if peak and run.flops else ""
-        limit = self.machine.memory_limit
-        of = "" if limit is None else f" of {format_bytes(parse_bytes(limit))}"
-        fits = "" if self.fits(run) else ": does not fit"
-        return (
-            f"{format_seconds(run.seconds)}, {rate:,.0f} {unit} a second ({rate / self.gpus:,.0f} of each device)"
-            f"{used}, {format_bytes(int(run.nbytes))}{of}{fits}"
-        )
-
-    def fits(self, run: Run) -> bool:
-        limit = self.machine.memory_limit
-        return limit is None or run.nbytes <= parse_bytes(limit)
-
-
 def _sheet(arguments: argparse.Namespace, configuration: Configuration | None) -> Plan:
     asked = _workload(arguments, configuration)
     for subject, text in asked.lines():
@@ -186,11 +143,11 @@ def _say(subject: str, text: str) -> None:
     print(f"{subject:11} {text}", flush=True)
 
 
-def _workload(arguments: argparse.Namespace, configuration: Configuration | None) -> _Workload:
+def _workload(arguments: argparse.Namespace, configuration: Configuration | None) -> Workload:
     import torch
 
     from autoshard.planner.meta_models import GivenModel, MetaModel
-    from autoshard.planner.priced_runs import Machine
+    from autoshard.planner.priced_runs import Machine, Workload
     from autoshard.planning import load_profile
 
     devices = configuration.gpus if configuration else arguments.gpus or _count(arguments.mesh)
@@ -203,7 +160,7 @@ def _workload(arguments: argparse.Namespace, configuration: Configuration | None
         model, inputs = load_model(arguments.model)
         args, kwargs = inputs if isinstance(inputs[-1], dict) and len(inputs) == 2 else (inputs, {})
         found = GivenModel(model, tuple(args), dict(kwargs))
-        return _Workload(found, found.batch, 0, machine, devices)
+        return Workload(found, found.batch, 0, machine, devices)
     if given is None:
         raise ShardingError(
             "it is not said of which model\n  try: --hf DIR_OR_CONFIG.json, or module:function"
@@ -213,7 +170,7 @@ def _workload(arguments: argparse.Namespace, configuration: Configuration | None
     batch, sequence = arguments.batch or said.batch, arguments.sequence or said.sequence or of_meta.longest
     if not batch:
         raise ShardingError("it is not said how many sequences a step has\n  try: --batch 64")
-    return _Workload(of_meta, batch, sequence, machine, devices)
+    return Workload(of_meta, batch, sequence, machine, devices)
 
 
 def _count(mesh: Mapping[str, int] | None) -> int:
@@ -230,18 +187,16 @@ def _shapes(arguments: argparse.Namespace) -> list[dict[str, int]]:
     return [{"dp": arguments.gpus}, *({"dp": arguments.gpus // size, "tp": size} for size in inner)]
 
 
-def _best(asked: _Workload, shapes: list[dict[str, int]], pieces: list[int | str]) -> tuple[Run, Plan]:
+def _best(asked: Workload, shapes: list[dict[str, int]], pieces: list[int | str]) -> tuple[Run, Plan]:
     """On the shape of the mesh where it is fastest; of several a line each. Raises the first's InfeasibleError."""
-    from autoshard.planner.priced_runs import best_run, captured_on, model_flops
+    from autoshard.planner.priced_runs import best_run
 
     found: list[tuple[Run, Plan]] = []
     reasons: list[InfeasibleError] = []
-    call = asked.model.call(asked.batch, asked.sequence, "none")
-    flops = model_flops(captured_on(call, asked.machine).joint)
     for shape in shapes:
         words = ",".join(f"{axis}={size}" for axis, size in shape.items())
         try:
-            found.append(best_run(call, shape, asked.machine, pieces, flops))
+            found.append(best_run(asked, shape, pieces))
             said = asked.words(found[-1][0])
         except InfeasibleError as error:
             reasons.append(error)
@@ -253,11 +208,11 @@ def _best(asked: _Workload, shapes: list[dict[str, int]], pieces: list[int | str
     return min(found, key=lambda one: one[0].seconds)
 
 
-def _beside(asked: _Workload, configuration: Configuration) -> Plan:
+def _beside(asked: Workload, configuration: Configuration) -> Plan:
     """What the configuration runs, how far that is from the best plan, and the framework's own best."""
     from autoshard.planner.priced_runs import configured_run
 
-    run = configured_run(asked.model, configuration, asked.batch, asked.sequence, asked.machine)
+    run = configured_run(asked, configuration)
     _say("runs", f"{configuration.framework}: {configuration}")
     _say("step", asked.words(run))
     sizes = {"dp": configuration.gpus // configuration.tensor, "tp": configuration.tensor}
@@ -282,7 +237,7 @@ def _beside(asked: _Workload, configuration: Configuration) -> Plan:
     return plan
 
 
-def _others(configuration: Configuration, asked: _Workload) -> Iterator[tuple[Configuration, Run]]:
+def _others(configuration: Configuration, asked: Workload) -> Iterator[tuple[Configuration, Run]]:
     """Other divisions as the framework runs them; of each the one that fits and computes least again."""
     from autoshard.planner.priced_runs import configured_run
 
@@ -291,7 +246,7 @@ def _others(configuration: Configuration, asked: _Workload) -> Iterator[tuple[Co
         if other.tensor in done or other == configuration or not asked.model.recomputes(other.recompute):
             continue
         with suppress(InfeasibleError, ShardingError):  # heads or a batch that are not divided so
-            run = configured_run(asked.model, other, asked.batch, asked.sequence, asked.machine)
+            run = configured_run(asked, other)
             if asked.fits(run):
                 done.add(other.tensor)
             yield other, run

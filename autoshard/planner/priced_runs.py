@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.call_ends import output_layouts
+from autoshard.plan.division import Division
 from autoshard.plan.family_choices import family_narrowing, made_of_experts
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
-from autoshard.planner.configuration import Configuration
+from autoshard.planner.configuration import Configuration, Recompute
 from autoshard.planner.meta_models import Call, GivenModel, MetaModel
-from autoshard.planning import canonical_capture, find_plan
+from autoshard.planning import canonical_capture
+from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
+from cost_model.memory import format_bytes, format_seconds, parse_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
@@ -31,6 +34,9 @@ from passes.layout.layout import Layout, NodeLayouts
 from passes.layout.placements import placements_to_layout
 from passes.search.search_terms import Choose, Narrowing
 from passes.states.offers import users_choice
+
+_PEAKS = {"h100": 989e12, "a100": 312e12}
+"""Operations a second that the makers state, of products in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,17 @@ class Machine:
     def mesh(self, axes: Mapping[str, int]) -> MeshSpec:
         return MeshSpec(axes, device_type=self.device)
 
+    @property
+    def limit(self) -> int | None:
+        """Bytes per device."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    def task(self, captured: Captured, mesh: MeshSpec, inputs: Mapping[int, Layout]) -> Task:
+        """inputs: layouts of those that are parts of a batch."""
+        call = CallLayouts(inputs, output_layouts(captured, mesh, None))
+        given = {}, self.limit, "inductor", self.seconds
+        return Task(captured, self.profile, mesh, call, *given, optimizer=self.optimizer)
+
 
 def model_flops(joint: JointGraph) -> float:
     """Operations of the forward's products, three times: a backward has two for each. Causal attention counts by half,
@@ -78,45 +95,81 @@ def captured_on(call: Call, machine: Machine) -> Captured:
     return canonical_capture(model, args, kwargs, device=torch.device(machine.device))
 
 
-def best_run(
-    call: Call, axes: Mapping[str, int], machine: Machine, pieces: Sequence[int | str], flops: float
-) -> tuple[Run, Plan]:
-    """By the plan that autoshard finds, in the first of these numbers of micro-batches in which there is one. flops:
-    the model's (`model_flops`). Raises the last's InfeasibleError."""
-    model, args, kwargs = call
+@dataclass(frozen=True)
+class Workload:
+    """A step that is asked for. batch, sequence: of all devices; 0: not known. known: its captured calls, which are the
+    same for every mesh, by what runs again and by layers; None: all."""
 
-    def planned(count: int | str) -> Plan:
-        return find_plan(
-            model,
-            machine.mesh(axes),
-            (args, kwargs),
-            profile=machine.profile,
-            memory_limit=machine.memory_limit,
-            micro_batches=count,
-            optimizer=machine.optimizer,
-            time_limit=machine.seconds,
+    model: MetaModel | GivenModel
+    batch: int
+    sequence: int
+    machine: Machine
+    gpus: int
+    known: dict[tuple[Recompute, int | None], Captured] = field(default_factory=dict, repr=False)
+
+    def captured(self, recompute: Recompute = "none", layers: int | None = None) -> Captured:
+        again: Recompute = recompute if self.model.recomputes(recompute) else "none"
+        if (again, layers) not in self.known:
+            call = self.model.call(self.batch, self.sequence, again, layers)
+            self.known[again, layers] = captured_on(call, self.machine)
+        return self.known[again, layers]
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        tokens = f" of {self.sequence:,} tokens" if self.sequence else ""
+        size = f"{self.model.parameters() / 1e9:.3g} billion parameters"
+        yield (
+            "model",
+            f"{self.model.name}, {size}; {self.batch:,} samples{tokens} a step, on {self.gpus} devices",
         )
+        nominal = ", nominal: measured on no machine" if self.machine.profile.nominal else ""
+        yield "prices", f"profile {self.machine.profile.name}{nominal}"
+
+    def words(self, run: Run) -> str:
+        """ "1.9 s, 8,575 tokens a second of each device, MFU 45%, 57.6GB of 80GB"."""
+        unit = "tokens" if self.sequence else "samples"
+        rate = self.batch * (self.sequence or 1) / run.seconds
+        peak = _PEAKS.get(self.machine.profile.name)
+        used = f", MFU {run.flops / run.seconds / self.gpus / peak:.1%}" if peak and run.flops else ""
+        of = "" if self.machine.limit is None else f" of {format_bytes(self.machine.limit)}"
+        fits = "" if self.fits(run) else ": does not fit"
+        return (
+            f"{format_seconds(run.seconds)}, {rate:,.0f} {unit} a second ({rate / self.gpus:,.0f} of each device)"
+            f"{used}, {format_bytes(int(run.nbytes))}{of}{fits}"
+        )
+
+    def fits(self, run: Run) -> bool:
+        return self.machine.limit is None or run.nbytes <= self.machine.limit
+
+
+def best_run(asked: Workload, axes: Mapping[str, int], pieces: Sequence[int | str]) -> tuple[Run, Plan]:
+    """By the plan that autoshard finds, in the first of these numbers of micro-batches in which there is one. Raises
+    the last's InfeasibleError."""
+    captured, machine = asked.captured(), asked.machine
+    task = machine.task(captured, machine.mesh(axes), {})
+
+    def planned(count: int | str) -> tuple[Run, Plan]:
+        plan = Division(count).fastest(task, Deadline.after(machine.seconds))
+        return replace(_run_of(plan, captured), bound=plan.lower_bound), plan
 
     for count in pieces[:-1]:
         with suppress(InfeasibleError):
-            return _run_of(planned(count), flops)
-    return _run_of(planned(pieces[-1]), flops)
+            return planned(count)
+    return planned(pieces[-1])
 
 
-def _run_of(plan: Plan, flops: float) -> tuple[Run, Plan]:
-    return Run(plan.step_time, plan.peak_memory + plan.reserve, flops, plan.lower_bound), plan
+def _run_of(plan: Plan, captured: Captured) -> Run:
+    return Run(plan.step_time, plan.peak_memory + plan.reserve, model_flops(captured.joint))
 
 
-def configured_run(
-    model: MetaModel | GivenModel, configuration: Configuration, batch: int, sequence: int, machine: Machine
-) -> Run:
+def configured_run(asked: Workload, configuration: Configuration) -> Run:
     """As it runs by the configuration. Of equal layers from two depths, as steps and their peaks are affine in it."""
+    model = asked.model
     looped = configuration.stages_a_rank(model.depth) if configuration.schedule == "interleaved" else 1
     configuration = replace(configuration, virtual=looped or 0, layers_a_stage=0)
     unit = configuration.stages * (looped or 2)
     few, more = 3 * unit, 5 * unit
     at = lambda layers: priced(
-        model.call(batch, sequence, configuration.recompute, layers), configuration, batch, machine
+        asked.captured(configuration.recompute, layers), configuration, asked.batch, asked.machine
     )
     if model.depth <= more or not model.is_of_equal_layers():
         return at(None)
@@ -127,22 +180,18 @@ def configured_run(
     return one.deeper(other, (model.depth - few) / (more - few))
 
 
-def priced(call: Call, configuration: Configuration, batch: int, machine: Machine) -> Run:
+def priced(captured: Captured, configuration: Configuration, batch: int, machine: Machine) -> Run:
     """As `configured_plan` runs it."""
-    plan, flops = configured_plan(call, configuration, batch, machine)
-    return Run(plan.step_time, plan.peak_memory + plan.reserve, flops)
+    return _run_of(configured_plan(captured, configuration, batch, machine), captured)
 
 
 def configured_plan(
-    call: Call, configuration: Configuration, batch: int, machine: Machine
-) -> tuple[Plan | PipelinePlan, float]:
-    """The fastest plan with its weights so, in its micro-batches, with its `torch.utils.checkpoint`, within any memory;
-    and the model's operations.
+    captured: Captured, configuration: Configuration, batch: int, machine: Machine
+) -> Plan | PipelinePlan:
+    """The fastest plan with its weights so, in its micro-batches, with its `torch.utils.checkpoint`, within any memory.
 
     ShardingError where the batch is not divided so; InfeasibleError where the model cannot be."""
     mesh, pieces = machine.mesh(configuration.axes), configuration.pieces(batch)
-    captured = captured_on(call, machine)
-    flops = model_flops(captured.joint)
     if configuration.recompute != "none" and not users_choice(captured.joint):
         raise ShardingError(
             f"{configuration.framework} computes blocks again, and the model has none under torch.utils.checkpoint\n"
@@ -150,10 +199,10 @@ def configured_plan(
         )
     cut = cut_call(captured, pieces, sizes_only=True)
     if configuration.stages == 1:
-        return search_plan(_task(cut, cut.joint, mesh, configuration, machine)), flops
+        return search_plan(_task(cut, cut.joint, mesh, configuration, machine))
     task = _task(captured, cut.joint, mesh, configuration, machine)
     schedule, each = configuration.schedule, configuration.virtual or None
-    return plan_stages(task, "pp", pieces, schedule=schedule, stages_per_rank=each), flops
+    return plan_stages(task, "pp", pieces, schedule=schedule, stages_per_rank=each)
 
 
 def _task(
@@ -172,18 +221,12 @@ def _task(
             rows, tuple(node_value(node).shape), mesh, what="a batch"
         )
         inputs = {i: laid_out(node) for i, node in enumerate(tensors)}
-    return Task(
-        captured,
-        machine.profile,
-        mesh,
-        CallLayouts(inputs, output_layouts(captured, mesh, None)),
-        {},
-        None,
-        "inductor" if configuration.compiled else "uncompiled",
-        machine.seconds,
+    return replace(
+        machine.task(captured, mesh, inputs),
+        memory_limit=None,
+        backend="inductor" if configuration.compiled else "uncompiled",
         narrowing=narrowing,
         recompute="user",
-        optimizer=machine.optimizer,
     )
 
 

@@ -132,7 +132,7 @@ class Rounds:
     def _search(self) -> None:
         task = self._under(self.timed)
         self._next = []
-        deadline = task.within(max(self._deadline.left, self._search_seconds))
+        deadline = task.within(max(self._deadline.left, self._search_seconds)).firm
         try:
             near = SearchStart(self.plan.planned.layouts)
             self.plan = cached_plan(task, lambda: self._searched(task, deadline, near))
@@ -187,7 +187,7 @@ class Rounds:
         task = self._under(self.timed)
         try:
             narrowing = family_narrowing(family, task.joint, task.mesh)
-            return search_plan(replace(task, narrowing=narrowing), deadline)
+            return search_plan(replace(task, narrowing=narrowing), deadline.firm)
         except InfeasibleError:
             return None
 

@@ -26,9 +26,6 @@ STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """Refining may take so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
 
-COMPILING_SECONDS = 2.0
-"""More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
-
 
 def is_worth_it(step_seconds: float) -> bool:
     """Whether steps take so long that what is learned of them matters."""
@@ -41,7 +38,9 @@ def refining_seconds(step_seconds: float, time_limit: float, nodes: int, backend
     # long as there is to search and to time, whatever a busy machine predicts of a step.
     most = 8.0 + 0.04 * nodes
     seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
-    compiling = 0.0 if backend == "eager" else COMPILING_SECONDS
+    # More for programs that are compiled: the fused groups that are timed are, each in half a second on two
+    # cores.
+    compiling = 0.0 if backend == "eager" else 2.0
     return seconds + compiling if seconds >= LEAST_SECONDS else 0.0
 
 

@@ -38,7 +38,7 @@ from autoshard.refine.refine import Refined, may_refine, refined_plan
 from autoshard.refine.rounds import ROUGH_GAP
 from autoshard.refine.time_work import TimedStore, store_of
 from autoshard.watching.agreement import collectively, from_first
-from cost_model.deadline import Deadline
+from cost_model.deadline import FIRST_PLAN_SECONDS, Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -174,8 +174,9 @@ class Planner:
             return tuned, True
         search = lambda own, until: kept_plan(plan_path(own), own) or search_plan(own, until)
         rough = Listener(lambda answer: answer.gap > ROUGH_GAP)
-        # Of search before the first step.
-        return self.division.fastest(task, Deadline.after(min(2.0, s.time_limit), rough), search), False
+        # Of search before the first step; a first plan is needed, with head and loss whole or in pieces.
+        soon = Deadline.after(min(2.0, s.time_limit), rough, first_plan=2.0 * FIRST_PLAN_SECONDS)
+        return self.division.fastest(task, soon, search), False
 
     def store(self) -> TimedStore | None:
         """Where kernels and collectives are timed, their times. All ranks together."""

@@ -28,7 +28,6 @@ from autoshard.planning import canonical_capture
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.executable import Executable, Programs, SeedStream
-from autoshard.runtime.far_sizes import FarSizes
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
@@ -39,7 +38,7 @@ from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
 from autoshard.runtime.sized_calls import AtSizes, SizedAt, SizedCalls
-from autoshard.runtime.starting import fingerprint_of, started
+from autoshard.runtime.starting import FarSizes, fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
 from autoshard.watching.agreement import agree, collectively, everyones
 from autoshard.watching.check_calls import (

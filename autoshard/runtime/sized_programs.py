@@ -142,8 +142,6 @@ class SizedProgram:
             self._beside.end()
 
 
-MOST_KINDS = 4
-"""Of pieces, each with code of its own: even and uneven ones, the first and later ones."""
 MOST_EAGER = 2
 """Calls that run op by op: a last, smaller batch comes once an epoch, and compiling it takes longer than running it."""
 
@@ -165,7 +163,8 @@ def with_code(
     for index, piece in reversed(list(enumerate(sized.pieces))):
         if first_that_takes(piece.values, [*codes, *(same.codes if same else ())]) is not None:
             continue
-        if len(codes) == MOST_KINDS or (made := make(index, piece)) is None:
+        # Of pieces, each with code of its own: even and uneven ones, the first and later ones.
+        if len(codes) == 4 or (made := make(index, piece)) is None:
             return None
         codes.append(made)
     if same is None:

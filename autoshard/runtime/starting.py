@@ -1,27 +1,34 @@
-"""From a kind of call to its programs: all before the first step, or at once, and the rest beside the steps."""
+"""From a kind of call to its programs: all before the first step, or at once, and the rest beside the steps; and
+beside them too, once, what the layouts of the first plan lose at sizes far from its own."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from autoshard.global_call import GlobalCall
+from autoshard.plan.crossovers import size_crossovers
 from autoshard.plan.division import Division
+from autoshard.plan.families import Again
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search, keep_plan
 from autoshard.plan.task import CallLayouts, Task
-from autoshard.progress import tell
+from autoshard.progress import Say, tell, teller
 from autoshard.refine.refine import Refined, refining
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import is_worth_it, refining_seconds
-from autoshard.runtime.beside import TIMING_SHARE, Better, Search, Talk
+from autoshard.runtime.beside import TIMING_SHARE, Beside, Better, Search, Talk
 from autoshard.runtime.executable import MadeAhead, Programs
 from autoshard.runtime.making import Call
+from autoshard.runtime.module import Mode
 from autoshard.runtime.planner import Found, Planner, Settings, tuned_path
 from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.runtime.tuning import TunedHome, Tuning, was_compiled
@@ -33,6 +40,7 @@ from passes.canonicalize.mark_rows import experts_of
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.routing import check_experts
+from passes.ir.size_names import Shapes, named_sizes, size_named
 from passes.ir.torch_inductor import warm_inductor
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
@@ -190,3 +198,69 @@ def _at_once(home: StartingHome, planner: Planner, call: Call, fingerprint: obje
     tuning = Tuning(home, call, call.running(plan, program), to_compile, begin=begin, search=work)
     home.tunings.append(tuning)
     return tuning
+
+
+class FarSizes:
+    """Of one model: rank 0 looks.
+
+    A size is far that is twice or half of the first call's; it is looked at again at four times, and so on, until a
+    line was said. Not while programs are tuned, when prices and plans may still change."""
+
+    def __init__(self, home: StartingHome) -> None:
+        self._home = home
+        self._first: tuple[Again, Hashable] | None = None
+        """Of the first call: what its plan can be asked, and the mode of the model."""
+        self._looked: set[tuple[str, int]] = set()
+        self._beside: Beside | None = None
+        self._ended = home.settings.tune != "background" or home.settings.plan is not None
+
+    def seen(self, shapes: Shapes) -> None:
+        """A kind of call of these shapes."""
+        home, plan = self._home, self._home.plan
+        if self._ended or plan is None or home.mesh.get_rank() != 0:
+            return
+        mode = Mode(home.model).key()
+        if self._first is None:
+            self._ended = plan.again is None or plan.again.carried is None
+            self._first = None if plan.again is None else (plan.again, mode)
+        elif mode == self._first[1] and self._is_free() and all(tuning.ended for tuning in home.tunings):
+            self._look(plan, self._first[0], shapes)
+
+    def _is_free(self) -> bool:
+        if self._beside is not None:
+            self._ended = self._ended or self._beside.news() is not None
+        return not self._ended and (self._beside is None or self._beside.ended)
+
+    def _look(self, plan: Plan, again: Again, shapes: Shapes) -> None:
+        """Beside the steps, at the farthest size that was not looked at."""
+        for name, size, doublings in _far(plan, again, shapes):
+            if (name, doublings) not in self._looked:
+                self._looked.add((name, doublings))
+                self._beside = Beside(partial(_tell_far, plan, again, name, size, teller()))
+                return
+
+
+def _far(plan: Plan, again: Again, shapes: Shapes) -> Iterator[tuple[str, int, int]]:
+    """(name, size, whole doublings or halvings), the farthest first; none where steps are too short to matter."""
+    sizes = named_sizes(again.shapes, shapes)
+    if not all((*sizes.values(), *itertools.chain(*again.shapes))):
+        return
+    found = [(name, size, size / size_named(again.shapes, name)) for name, size in sizes.items()]
+    times = math.prod(ratio for _, _, ratio in found)
+    for name, size, ratio in sorted(found, key=lambda one: -abs(math.log2(one[2]))):
+        if (doublings := int(math.log2(ratio))) and is_worth_it(plan.step_time * times):
+            yield name, size, doublings
+
+
+def _tell_far(plan: Plan, again: Again, name: str, size: int, say: Say, talk: Talk) -> None:
+    """What `plan` loses at this size of the call that it was found for, if anything is known."""
+    now, carried = size_named(again.shapes, name), again.carried
+    assert carried is not None
+    for won in size_crossovers(plan, again, {name: (min(now, size), max(now, size))}):
+        ours, other = (format_seconds(carried(one, {name: size}, None).step_time) for one in (plan, won.plan))
+        side = "down" if size < now else "on"
+        say(
+            f"sizes: at {name} {size} the plan, found at {now}, takes {ours} a step, and another {other}, which wins "
+            f"from {won.size} {side}, as predicted: there a new autoshard(...) of such a call pays ({won.words})"
+        )
+        talk.send(True)

@@ -27,8 +27,6 @@ from cost_model.mesh import MeshSpec
 from passes.capture.trees import flatten, unflatten
 
 MakeParallel = Callable[[nn.Module, DeviceMesh], nn.Module]
-_SECONDS = 300.0
-"""For which started ranks wait for each other, at most."""
 
 
 def verify_parallel(
@@ -162,8 +160,9 @@ def _in_processes(case: ParallelCase) -> VerifyReport:
 def _rank_main(rank: int, case: ParallelCase, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", case.mesh.device_count)
+    # For which started ranks wait for each other, at most.
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=case.mesh.device_count, timeout=timedelta(seconds=_SECONDS)
+        "gloo", store=store, rank=rank, world_size=case.mesh.device_count, timeout=timedelta(seconds=300.0)
     )
     try:
         report = case.report(init_device_mesh("cpu", case.mesh.sizes, mesh_dim_names=case.mesh.names))

@@ -62,10 +62,6 @@ _ROUNDINGS = 16.0
 """An error within so many times of what other roundings of the unsharded graph change is none: ranks add in another
 order, and more often."""
 
-_APART = 0.05
-"""Of the numbers of a float8 value, and four times as many as other roundings of the graph change: where more differ,
-they were scaled otherwise. Results hide it, as a tolerance of 8 bits is wide."""
-
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -220,7 +216,9 @@ def _verified(
         rounding = measured_rounding(graph, values, results, nodes, seed=seed)
     least = {name: _ROUNDINGS * change / limit for name, change in rounding.nodes.items()}
     graphs = [program.local for program in rank_programs(graph, plan)[0]]
-    shares = {n: _APART + 4.0 * rounding.nodes[n] for n, value in nodes.items() if is_narrow(value)}
+    # Of the numbers of a float8 value, and four times as many as other roundings of the graph change: where
+    # more differ, they were scaled otherwise. Results hide it, as a tolerance of 8 bits is wide.
+    shares = {n: 0.05 + 4.0 * rounding.nodes[n] for n, value in nodes.items() if is_narrow(value)}
     watcher = Watcher(graph, plan, nodes, least, shares)
     watcher.attach(graphs)
     named = dict(zip((node.name for node in joint.placeholders), values, strict=True))

@@ -31,7 +31,6 @@ from cost_model.errors import RankError
 from passes.ir.torch_compat import abort_process_groups, default_store
 
 STAY_SECONDS = 60.0
-LEAVING_SECONDS = STAY_SECONDS + 12.0  # an operation of the store gives up after ten
 
 _OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
 
@@ -217,7 +216,7 @@ class Watch:
         leaving = self._over.is_set()
         self._over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(LEAVING_SECONDS)  # it may be on its way out itself, and in the store
+            self._thread.join(STAY_SECONDS + 12.0)  # it may be on its way out itself, and in the store
         if leaving:
             return
         error = getattr(sys, "last_value", None)

@@ -19,9 +19,6 @@ from cost_model.mesh import MOST_DEVICES
 from cost_model.readers.points import Group, Line, Place, Printed, Run, group_of, parse_time, refuse
 from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points
 
-VERSIONS = (2, 3, 4)
-
-
 _RESULTS = re.compile(r'(?<!\\)"results"\s*:\s*\[')
 _UNCHANGED = "the file as nccl-tests wrote it, version 3 (-J)"
 
@@ -86,7 +83,7 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     if not isinstance(data, dict):
         refuse(Place(file, 1), "not a JSON object", text[:80], _UNCHANGED)
     root = _Entry(Place(file, 1), "", cast("dict[str, Any]", data))
-    if root.data.get("version") not in VERSIONS or isinstance(root.data.get("version"), bool):
+    if root.data.get("version") not in (2, 3, 4) or isinstance(root.data.get("version"), bool):
         root.refuse("version", "is not 2, 3 or 4: this version is not known")
     rows = _rows(file, text, root)
     _check_bounds(root.entry("out_of_bounds"))

@@ -19,8 +19,8 @@ from passes.ir.routing import Routing, check_experts, sum_of
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
 from passes.ops.sent_rows import returned, sent
-from passes.rules.core.routed import RoutedRows
 from passes.rules.core.row_wise import has_rows, is_by_rows
+from passes.rules.core.rule_registry import RoutedRows
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 

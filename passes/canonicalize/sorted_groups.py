@@ -15,9 +15,6 @@ from passes.ir.torch_sizes import counts_as
 
 aten = torch.ops.aten
 
-_ENOUGH = 64
-"""Tokens an expert that are tried at least."""
-
 
 def counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Hashable, bool]) -> bool:
     """Whether `groups` are the sorted ids, whatever these are: computed for some, most for one expert, none for
@@ -76,7 +73,8 @@ class _Fewer:
         tokens = shapes[-1][0]
         numbers = set[int]()
         map_aggregate([(n.args, n.kwargs) for n in steps], lambda value: _add_integer(numbers, value))
-        least = _ENOUGH * experts
+        # Tokens an expert that are tried at least.
+        least = 64 * experts
         if (
             max(map(len, shapes)) > 2
             or any(abs(n) > experts and n % tokens for n in numbers)

@@ -74,9 +74,6 @@ _INTO: Mapping[Any, Any] = {
 copy."""
 _CONTRACT = torch.ops.autoshard.contract.default
 """Becomes a product of matrices; where that is turned afterwards, its value is not contiguous."""
-_WORTH = 2**16
-"""Bytes that are not copied, for each part of a bucket that still is: a copy of its own costs an interpreter about as
-much as these."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,9 @@ def written_into(bucket: fx.Node) -> Mapping[int, fx.Node]:
             found[place] = made
         start += node_value(part).numel()
     saved = sum(node_value(made).numel() for made in found.values()) * whole.element_size()
-    return found if saved >= _WORTH * max(1, len(parts) - len(found)) else {}
+    # Bytes that are not copied, for each part of a bucket that still is: a copy of its own costs an
+    # interpreter about as much as these.
+    return found if saved >= 2**16 * max(1, len(parts) - len(found)) else {}
 
 
 def _made(part: fx.Node) -> fx.Node | None:

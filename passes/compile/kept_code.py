@@ -21,8 +21,6 @@ _log = logging.getLogger("autoshard")
 
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "autoshard")
 """Of ops whose bodies are torch's, or this code's."""
-_MOST = 8
-"""Codes of one graph: each for other answers to what was asked of its sizes."""
 
 
 def code_name(module: fx.GraphModule) -> str | None:
@@ -72,7 +70,8 @@ def keep_code(
     held = Numbers(symbols or SizeSymbols(()))
     for number in numbers:
         held.place(number)
-    remember("code", name, text=json.dumps([[key, held.holds(), held.codes()], *_kept(name)][:_MOST]))
+    # Codes of one graph: each for other answers to what was asked of its sizes.
+    remember("code", name, text=json.dumps([[key, held.holds(), held.codes()], *_kept(name)][:8]))
 
 
 def kept_code(

@@ -28,8 +28,8 @@ def _clipped(lo: int, hi: int, length: int) -> Span:
 
 
 @dataclass(frozen=True)
-class SlidingWindow:
-    """Convolution and pooling: result o reads o * stride - before + dilation * j for j in [0, kernel)."""
+class _Strided:
+    """Position i of the one end meets i * stride - before + dilation * j, for j in [0, kernel), of the other."""
 
     length: int
     kernel: int
@@ -38,9 +38,14 @@ class SlidingWindow:
     before: int = 0
 
     def reach(self, lo: int, hi: int) -> Span:
-        """The same as `reads`, padding included; `lo < hi`."""
+        """What [lo, hi) meet, beyond both ends too; `lo < hi`."""
         start = lo * self.stride - self.before
         return start, (hi - 1) * self.stride - self.before + self.dilation * (self.kernel - 1) + 1
+
+
+@dataclass(frozen=True)
+class SlidingWindow(_Strided):
+    """Convolution and pooling: result o reads o * stride - before + dilation * j for j in [0, kernel)."""
 
     def reads(self, lo: int, hi: int) -> Span:
         return _clipped(*self.reach(lo, hi), self.length) if lo < hi else (0, 0)
@@ -55,25 +60,14 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
-class TransposedWindow:
+class TransposedWindow(_Strided):
     """Transposed convolution: operand i adds to results i * stride - before + dilation * j for j in [0, kernel)."""
-
-    length: int
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
-    before: int = 0
 
     def reads(self, lo: int, hi: int) -> Span:
         if lo >= hi:
             return 0, 0
         first = lo + self.before - self.dilation * (self.kernel - 1)
         return _clipped(-(-first // self.stride), (hi - 1 + self.before) // self.stride + 1, self.length)
-
-    def writes(self, first: int, last: int) -> Span:
-        """The results that operands [first, last) add to, beyond both ends too; `first < last`."""
-        start = first * self.stride - self.before
-        return start, (last - 1) * self.stride - self.before + self.dilation * (self.kernel - 1) + 1
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,7 @@ class PeriodicWindow:
 @dataclass(frozen=True)
 class NeighborhoodWindow:
     """Neighbourhood attention: query i reads `kernel` keys, every `dilation`-th, about itself, moved inside at edges;
-    causal: itself and those before it, as many as there are.   [NATTEN; see passes/ops/neighborhood_op.py]
+    causal: itself and those before it, as many as there are.   [NATTEN; see passes/ops/attention_window.py]
 
     kernel * dilation <= length.
     """

@@ -14,8 +14,8 @@ from passes.ir.op_traits import is_cheap, is_collective, is_view, numel
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_input, copied_node, input_nodes
+from passes.lower.own_rows import with_sorted_rows
 from passes.lower.recompute import choose_saved
-from passes.lower.sort_rows import with_sorted_rows
 from passes.states.compute_again import runs_again
 
 _aten = torch.ops.aten

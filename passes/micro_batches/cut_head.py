@@ -24,7 +24,7 @@ from passes.ir.process_state import collector_paused
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import Uncut
 from passes.micro_batches.in_pieces import PieceWriter, without_uses
-from passes.micro_batches.run_times import RunTimes, Weights, find_run_times
+from passes.micro_batches.run_times import READ_PART, RunTimes, Weights, find_run_times
 from passes.micro_batches.time_axis import TIME
 
 _ADD = {
@@ -155,14 +155,6 @@ class _Writer(PieceWriter):
 
 _LARGE = 0.5
 """Share of the largest value's elements above which a value is large."""
-_SMALL = 1 / 32
-"""Share of the largest value's elements up to which the forward may put values together: losses of tokens, not what the
-next layer reads."""
-_TOGETHER = 1e-3
-"""Weight of a byte of a small value that is put together."""
-_READ_PART = 1e-3
-"""Bytes that reading a part of the last dim costs: of two dims that can be cut the later is, as the first is that of
-samples, which ranks share."""
 
 
 def may_have_head(joint: JointGraph) -> bool:
@@ -177,11 +169,13 @@ def head_times(joint: JointGraph, count: int) -> RunTimes | None:
     midst of the model, or returned. `joint` has no `use`."""
     large = _large(joint)
     stored = lambda node: 0.0 if is_view(node) else float(results_nbytes(node))
+    # Weight of a byte of a small value that is put together.
     weights = Weights(
         lambda node: stored(node) if node.name in large else 0.0,
         lambda node: 0.0 if node.name in large else stored(node),
-        lambda dim, ndim: (ndim - dim) * _READ_PART,
-        lambda value: results_nbytes(value) * (1.0 if result_index(value)[0].name in large else _TOGETHER),
+        # Of two dims that can be cut the later is, as the first is that of samples, which ranks share.
+        lambda dim, ndim: (ndim - dim) * READ_PART,
+        lambda value: results_nbytes(value) * (1.0 if result_index(value)[0].name in large else 1e-3),
     )
     times = find_run_times(joint, count, weights, alike=False)
     return times if large and _is_head(joint, large, times) else None
@@ -217,7 +211,9 @@ def _is_head(joint: JointGraph, large: set[str], times: RunTimes) -> bool:
     largest = max(
         n.meta["val"].numel() for n in nodes if n.name in large and isinstance(n.meta["val"], torch.Tensor)
     )
-    limit = {"forward": _SMALL * largest, "backward": _LARGE * largest}
+    # Share of the largest value's elements up to which the forward may put values together: losses of tokens,
+    # not what the next layer reads.
+    limit = {"forward": largest / 32, "backward": _LARGE * largest}
     together = [n for n in nodes if _is_put_together(n, times)]
     return all(n.meta["val"].numel() <= limit[n.meta["phase"]] for n in together)
 

@@ -21,9 +21,8 @@ from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.ir.torch_dispatch import copied_input
 from passes.layout.layout import Layout
-from passes.micro_batches.piece_ops import on_piece
 from passes.micro_batches.run_times import RunTime, RunTimes
-from passes.micro_batches.time_axis import TIME
+from passes.micro_batches.time_axis import TIME, on_piece
 from passes.rules.core.rule_registry import rule_for
 
 

@@ -33,8 +33,7 @@ from passes.ir.joint import (
 from passes.ir.op_traits import is_view, is_zeros
 from passes.ir.op_work import global_flops
 from passes.layout.layout import ROUTED, Layout, NodeLayouts
-from passes.micro_batches.piece_ops import run_alike
-from passes.micro_batches.time_axis import TIME, call_products, given_layouts, time_mesh
+from passes.micro_batches.time_axis import TIME, call_products, given_layouts, run_alike, time_mesh
 from passes.rules.core.rule import OpRule
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import solve
@@ -44,13 +43,8 @@ from passes.strategies.strategies import enumerate_strategies
 
 RunTime = Literal["before", "piece", "after"]
 
-_FLOPS_A_BYTE = 50.0
-"""Operations that weigh as much as a byte: what is run whole is weighed, not timed."""
-_READ_PART = 1e-3
+READ_PART = 1e-3
 """Bytes that reading a part of one dim costs, times the dim."""
-_UNEVEN = 0.01
-"""By how much more reading parts weighs at most, the smaller one is beside the largest."""
-_SEARCH_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,8 @@ class Weights:
 
 
 def _work(node: fx.Node) -> float:
-    return 0.0 if is_view(node) else results_nbytes(node) + global_flops(node) / _FLOPS_A_BYTE
+    # Operations that weigh as much as a byte: what is run whole is weighed, not timed.
+    return 0.0 if is_view(node) else results_nbytes(node) + global_flops(node) / 50.0
 
 
 def of_a_batch(joint: JointGraph) -> Weights:
@@ -99,7 +94,7 @@ def of_a_batch(joint: JointGraph) -> Weights:
     return Weights(
         lambda node: _work(node) + all_others * (node in products),
         lambda _: 0.0,
-        lambda dim, _: (dim + 1) * _READ_PART,
+        lambda dim, _: (dim + 1) * READ_PART,
         results_nbytes,
     )
 
@@ -124,7 +119,7 @@ def find_run_times(
     labels = _Labeller(joint, count, weights or of_a_batch(joint), FakeCalls() if alike else None)
     labels.add_ops()
     labels.add_outputs()
-    found = solve(labels.problem(), time_limit=_SEARCH_SECONDS, relative_gap=1e-3)
+    found = solve(labels.problem(), time_limit=60.0, relative_gap=1e-3)
     chosen = {
         name: labels.labels[place][found.choice[place]]
         for name, place in labels.places.items()
@@ -216,7 +211,8 @@ class _Labeller:
 
             def parts(layout: Layout, dim: int) -> float:
                 sizes = layout.split_sizes(shape, mesh, dim)
-                uneven = 1.0 + _UNEVEN * (1.0 - min(sizes) / max(sizes))
+                # By how much more reading parts weighs at most, the smaller one is beside the largest.
+                uneven = 1.0 + 0.01 * (1.0 - min(sizes) / max(sizes))
                 return self.weights.read(dim, len(shape)) * uneven * once
 
             self.matrices[key] = np.array(

@@ -6,7 +6,7 @@
     exchange_rows(a, like, sent, received, group)           rows in the order of ranks, from each and to each
 
 The first two are their first operand: what a rank's graph says of a collective that moves more than is wanted. A
-program, which has its own rows alone (`passes.lower.sort_rows`), has the last two in its place. sizes: of the parts
+program, which has its own rows alone (`passes.lower.own_rows`), has the last two in its place. sizes: of the parts
 of `dim`, by rank of the group; index: of this rank; ways: ranks along each axis of the group; experts: how many each
 rank has. ids, of all rows of the group: int64, [*s]; every rank of the group has the same, so that no numbers are
 exchanged.

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from passes.ir.fake_calls import FakeCalls
-from passes.ir.graph_pass import RankPass
+from passes.ir.graph_pass import RankPass, ints_at
 from passes.ir.graph_properties import COMPUTING, FUNCTIONAL, HasGraph, Property, described
 from passes.ir.joint import on_demand
 from passes.redistribution.emit_steps import Emitter, value
@@ -152,7 +152,7 @@ def _all_gather(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
 
 
 def _all_to_all(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
-    into, out = ([_message_sizes(node, i) for node in nodes] for i in (1, 2))
+    into, out = ([ints_at(node, i) for node in nodes] for i in (1, 2))
     operands = [_operand(node) for node in nodes]
     sent = emit.cat(_in_turn(emit, operands, out), 0)
     target, group = nodes[0].target, nodes[0].args[3]
@@ -166,10 +166,6 @@ def _all_to_all(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
                 mine.append(emit.slice(arrived, 0, start, start + size))
             start += size
     return arrived, [emit.cat(mine, 0) if mine else emit.empty(arrived, [0]) for mine in pieces]
-
-
-def _message_sizes(node: fx.Node, argument: int) -> list[int]:
-    return list(cast(Sequence[int], node.args[argument]))
 
 
 def _in_turn(emit: Emitter, tensors: Sequence[fx.Node], sizes: Sequence[Sequence[int]]) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
 from passes.schedule.transfer_roles import PhaseRoles, ops_that_end
 
-_NO_TURN: Turn = (-1, 0)
+NO_TURN: Turn = (-1, 0)
 
 
 def _out_of_turn(graph: HasGraph) -> str | None:
@@ -36,7 +36,7 @@ def issue_key(collective: fx.Node) -> tuple[Turn, int, int, int]:
     elsewhere (meta "places", `passes.schedule.issue_order`): a further one goes before what has its turn there, the
     furthest first."""
     meta = collective.meta
-    turn, step, transfer = meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
+    turn, step, transfer = meta.get("turn", NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
     if "places" not in meta:
         return turn, 0, step, transfer
     places = meta["places"]

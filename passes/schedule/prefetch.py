@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from passes.schedule.issue_order import PREFETCH, Place, place_behind
 
-ROOM = 4
-"""Times the bytes of the largest gather that those in flight may hold."""
 SLACK = 1.25
 """Times the price of a gather by which it is started before it is read. Others are on the wire as well."""
 
@@ -57,7 +55,8 @@ class Prefetch:
 
     def _fit(self, i: int, depth: int) -> bool:
         """Whether group `i` may be in flight with the `depth` - 1 before it."""
-        return sum(self.nbytes[i + 1 - depth : i + 1]) <= min(ROOM * max(self.nbytes), self.room)
+        # Times the bytes of the largest gather that those in flight may hold.
+        return sum(self.nbytes[i + 1 - depth : i + 1]) <= min(4 * max(self.nbytes), self.room)
 
     def _latest(self, i: int) -> float:
         """When group `i` must be on the wire."""

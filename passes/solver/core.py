@@ -27,13 +27,13 @@ LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
 PASSES = 5
 """Of messages before they are looked at."""
-QUICK, FEW = 100_000, 4
-"""Edge entries up to which a relaxation takes no longer than so many times five passes of messages, and bounds better:
+QUICK = 100_000
+"""Edge entries up to which a relaxation takes no longer than four times five passes of messages, and bounds better:
 where messages have not converged by then it is its turn."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
-BRANCHES, BRANCHES_SHARE = 100, 0.5
-"""Relaxations solved in branches, and the share of the time left for them, before HiGHS searches by itself."""
+BRANCHES = 100
+"""Relaxations solved in branches before HiGHS searches by itself."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _Connected:
         start, self._messages = self._messages, None
         messages = settled = passing.zeros() if start is None else passing.packed(start)
         bound = new = -float("inf")
-        stalled, left = 0, FEW if self.graph.entries() <= QUICK else float("inf")
+        stalled, left = 0, 4 if self.graph.entries() <= QUICK else float("inf")
         # Once in any case: a search whose time is over before it began has a bound as well.
         # Messages have converged when this many times in a row the bound rose by less than this share of
         # the gap.
@@ -257,7 +257,8 @@ class _Connected:
         if self.graph.entries() > self._most:
             return False
         now = time.monotonic()
-        until = now + BRANCHES_SHARE * (self.budget.deadline - now)
+        # Share of the time left.
+        until = now + 0.5 * (self.budget.deadline - now)
         branches = Branches(self.graph, self.cost, self.budget.tolerance, until, BRANCHES)
         if branches.best is not None:
             self._offer(branches.best)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -88,12 +89,22 @@ def improve_part(
 PROGRAM_LIMIT, SMALL = 400_000, 50_000
 """Edge entries of the largest graph that goes to HiGHS as a whole; and of one that goes there at once."""
 
-PART, PART_SECONDS = 20_000, 3.0
-"""Edge entries of the first part to be solved exactly, and the time for one."""
-PACE, LONGER, SHORTER = 0.5, 1.1, 1.2
-"""Seconds that a part should take, at least; by what that grows after one that could not be improved, and shrinks after
-one that could. Twice as large a part takes over three times as long: it is worth that where smaller ones fail."""
-GROWTH, SMALLEST, LARGEST = 1.15, 1_000, 200_000
+
+@dataclass
+class PartSize:
+    """Of parts that are solved exactly. entries: of the edges of the next one. pace: seconds that it should take, from
+    `least` to `most`: longer after one that could not be improved, and shorter after one that could. Twice as large a
+    part takes over three times as long: it is worth that where smaller ones fail."""
+
+    entries: float = 20_000.0
+    least: float = 0.5
+    most: float = 3.0
+    pace: float = 0.5
+
+    def learn(self, seconds: float, improved: bool) -> None:
+        """Of a part that took so long."""
+        self.entries = min(200_000, max(1_000, self.entries * (1 / 1.15 if seconds > self.pace else 1.15)))
+        self.pace = min(self.most, max(self.least, self.pace * (1 / 1.2 if improved else 1.1)))
 
 
 class MemorySearch:
@@ -113,7 +124,7 @@ class MemorySearch:
         self._priced: Bound | None = None
         self._seconds_of_repair = 0.0
         self._favourites = 0
-        self._part = float(PART)
+        self._part = PartSize()
         self._start = time.monotonic()
         self._rng = np.random.default_rng(0)
         if warm is not None:
@@ -237,22 +248,19 @@ class MemorySearch:
     def _improve_parts(self, share: float, patience: int) -> bool:
         """Solve parts of the best choice for a while; True if that found something better."""
         assert self.best is not None
-        until, size, before = self._until(share), self._part, self.cost
-        failures, pace = 0, PACE
+        until, before, part, failures = self._until(share), self.cost, self._part, 0
+        part.pace = part.least
         while time.monotonic() < until and not self._done() and failures < patience:
             start = time.monotonic()
-            nodes = grow(self.graph, self._seeds(), int(size), self._rng)
+            nodes = grow(self.graph, self._seeds(), int(part.entries), self._rng)
             # A part need not be improved by less than this share of the gap.
             worth = max(self.budget.tolerance, 1e-4 * (self.cost - self.bound))
-            limit = min(start + PART_SECONDS, until)
+            limit = min(start + part.most, until)
             better = improve_part(self.graph, self.rows, self.best, nodes, Budget(limit, worth))
             if better is not None:
                 self._take(better)
             failures = 0 if better is not None else failures + 1
-            slow = time.monotonic() - start > pace
-            size = min(LARGEST, max(SMALLEST, size * (1 / GROWTH if slow else GROWTH)))
-            pace = min(PART_SECONDS, max(PACE, pace * (1 / SHORTER if better is not None else LONGER)))
-        self._part = size
+            part.learn(time.monotonic() - start, better is not None)
         return self.cost < before
 
     def _seeds(self) -> list[int]:

@@ -19,11 +19,6 @@ from passes.ir.op_traits import is_use
 from passes.stages.graph_parts import GraphParts, Line, TensorKind, is_glued, model_line, operands
 from passes.stages.stage_places import BackwardPlaces, ForwardPlaces
 
-_BYTE = 1 << 16
-"""A byte weighs more than all ties together: one each."""
-_UNLIKE = 1 << 24
-"""How often the bytes of a gradient count that is like nothing sent."""
-
 
 def sent_kinds(parts: GraphParts, places: ForwardPlaces, boundary: int) -> list[fx.Node]:
     """The values that pass between stages `boundary` and `boundary + 1` and may have a gradient."""
@@ -138,8 +133,10 @@ class _Boundary:
         sent = f"{value.name} sent"
         if not network.has_edge(maker, sent):
             alike = isinstance(value.meta["val"], torch.Tensor) and self.parts.kinds(value) in kinds
-            weight = 1 if alike else _UNLIKE
-            network.add_edge(maker, sent, capacity=results_nbytes(value) * weight * _BYTE)
+            # How often the bytes of a gradient count that is like nothing sent.
+            weight = 1 if alike else 1 << 24
+            # A byte weighs more than all ties together: one each.
+            network.add_edge(maker, sent, capacity=results_nbytes(value) * weight * (1 << 16))
         network.add_edge(sent, reader)
 
     def _add_line(self, network: nx.DiGraph, node: fx.Node) -> None:

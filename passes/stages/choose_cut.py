@@ -17,8 +17,6 @@ Fits = Callable[[Segment], bool]
 """Whether a stage's memory holds a segment. Of what fits, every part fits."""
 TransferSeconds = Callable[[int], float]
 
-_ROUNDING = 1e-12
-
 
 @dataclass(frozen=True)
 class ChosenCut:
@@ -109,7 +107,7 @@ class _Line:
 
     def evenest(self, stages: int, longest: float) -> tuple[str, ...]:
         """Of the cuts with no stage longer than `longest` the one with the least sum of squares."""
-        limit = longest * (1.0 + _ROUNDING)
+        limit = longest * (1.0 + 1e-12)
         best, steps = self._start(), list[list[int]]()
         for _ in range(stages):
             found, step = [np.inf], [0]

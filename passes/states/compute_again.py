@@ -10,7 +10,7 @@ from torch import fx
 from passes.ir.graph_pass import duplicate_joint, erase_dead
 from passes.ir.joint import JointGraph, after_tangents, map_operands, ops_by_phase, tensor_operands
 from passes.ir.op_traits import is_use, is_view, when_read
-from passes.rules.core.routed import rows_passed_on
+from passes.rules.core.rule_registry import rows_passed_on
 
 AGAIN, _USE = "_again", "_use_again"
 """End the names of copies, and of what their readers share."""

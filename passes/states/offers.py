@@ -33,7 +33,7 @@ import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImpo
 from passes.ir.graph_pass import duplicate_joint
 from passes.ir.joint import JointGraph, dependents, ops_by_phase, result_index, results_nbytes
 from passes.ir.op_traits import draws, is_collect, is_either, is_product, is_use, is_view, storage_root
-from passes.rules.core.routed import rows_passed_on
+from passes.rules.core.rule_registry import rows_passed_on
 from passes.states.compute_again import AGAIN, Copies
 from passes.strategies.traffic import TrafficModel
 

@@ -10,7 +10,7 @@ from passes.capture import capture
 from passes.compile.expand_ops import expand_ops
 from passes.ir.op_traits import is_use
 from passes.ir.op_work import global_flops
-from passes.lower.sort_rows import with_sorted_rows
+from passes.lower.own_rows import with_sorted_rows
 from passes.ops.routed_ops import READ_ROWS, routed_mm
 
 

@@ -14,14 +14,18 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan
+from autoshard.plan.division import Division
 from autoshard.plan.plan import PipelinePlan
+from autoshard.plan.task import Task
 from autoshard.planner import priced_runs
 from autoshard.planner.configuration import Configuration
-from autoshard.planner.meta_models import GivenModel, MetaModel
+from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planner.priced_runs import (
     Machine,
     Run,
+    Workload,
     best_run,
+    captured_on,
     configured_plan,
     configured_run,
     model_flops,
@@ -30,6 +34,7 @@ from autoshard.planner.priced_runs import (
 from autoshard.planning import canonical_capture
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
+from passes.capture import Captured
 from tests.conftest import Command
 from tests.profiles import slow_compute, waited_for
 
@@ -53,8 +58,15 @@ def given() -> GivenModel:
 WAITING = replace(MACHINE, profile=waited_for("h100"), device="cuda")
 
 
+def planned(
+    configuration: Configuration, machine: Machine = WAITING, call: Call | None = None
+) -> Plan | PipelinePlan:
+    captured = captured_on(call or given().call(8, 0, "none"), machine)
+    return configured_plan(captured, configuration, 8, machine)
+
+
 def collectives(configuration: Configuration) -> Counter[str]:
-    plan, _ = configured_plan(given().call(8, 0, "none"), configuration, 8, WAITING)
+    plan = planned(configuration)
     return Counter(f"{one.phase} {one.kind}" for one in plan.collectives if one.nbytes > 8)
 
 
@@ -74,15 +86,15 @@ def test_ddp_reduces_gradients() -> None:
 def test_gathers_of_each_piece_cost_more_than_those_of_a_step() -> None:
     """Of 4 micro-batches: ZeRO-3 gathers in each, ZeRO-1 once."""
     each = Configuration("accelerate", shard=2, accumulation=4)
-    call = given().call(8, 0, "none")
-    runs = [priced(call, one, 8, WAITING) for one in (each, replace(each, each_piece=False))]
+    captured = captured_on(given().call(8, 0, "none"), WAITING)
+    runs = [priced(captured, one, 8, WAITING) for one in (each, replace(each, each_piece=False))]
     assert runs[0].seconds > 1.2 * runs[1].seconds
 
 
 def test_gradients_of_zero_3_stay_split_between_pieces() -> None:
     """1,104 float32 numbers on 2 ranks."""
     each = Configuration("accelerate", shard=2, accumulation=4)
-    plan, _ = configured_plan(given().call(8, 0, "none"), each, 8, WAITING)
+    plan = planned(each)
     half = 4 * (16 * 64 + 64 + 64 * 16 + 16) / 2
     assert isinstance(plan, Plan) and plan.memory
     assert plan.memory.by_kind["gradients"] == pytest.approx(half, abs=8)
@@ -92,19 +104,19 @@ def test_what_is_not_compiled_moves_more() -> None:
     """relu of 4 x 4 x 64 float32 numbers on each of 2 ranks: 4,096 bytes are read and written. Compiled, the bias is
     added by the same kernel."""
     one = Configuration("accelerate", replicate=2, micro_batch=4, compiled=False)
-    plan, _ = configured_plan(given().call(8, 0, "none"), one, 8, MACHINE)
+    plan = planned(one, MACHINE)
     (relu,) = (record for record in plan.records if record.op == "aten.relu")
     device = MACHINE.profile.device
     alone = device.launch_seconds + 2 * 4096 / device.memory_bytes_per_second
     assert relu.seconds == pytest.approx(alone, rel=0.01)
-    compiled, _ = configured_plan(given().call(8, 0, "none"), replace(one, compiled=True), 8, MACHINE)
+    compiled = planned(replace(one, compiled=True), MACHINE)
     assert compiled.step_time < plan.step_time
 
 
 def test_context_parallelism_splits_the_sequence_and_sums_gradients() -> None:
     one = Configuration("torchtitan", replicate=2, context=2, accumulation=1)
     assert collectives(one)["backward all_reduce"] == 4
-    plan, _ = configured_plan(given().call(8, 0, "none"), one, 8, WAITING)
+    plan = planned(one)
     layouts = {r.name: str(r.results[0].layout) for r in plan.records if r.results}
     assert (
         layouts["args_0"] == layouts["add_2"] == "[@replicate, @cp, -]" and layouts["up_weight"] == "[-, -]"
@@ -144,7 +156,7 @@ def test_experts_are_divided_and_other_weights_as_they_are() -> None:
         call = Mixture().bfloat16(), (torch.zeros(8, 8, 16, dtype=torch.bfloat16),), {}
     for sizes, others in (((2, 1), Replicate()), ((1, 2), Shard(0))):
         one = Configuration("Megatron-LM", 1, *sizes, experts=2, accumulation=1)
-        plan, _ = configured_plan(call, one, 8, WAITING)
+        plan = planned(one, WAITING, call)
         assert plan.mesh.names == ("ep",)
         assert plan.parameters["up"] == plan.parameters["down"] == (Shard(0),)
         assert plan.parameters["router.weight"] == (others,)
@@ -158,20 +170,35 @@ def test_flops_of_a_step_are_three_times_those_of_the_forward() -> None:
 
 
 def test_what_has_no_plan_in_as_many_micro_batches_has_one_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last number the error is raised."""
-    asked: list[object] = []
+    """Of the last number the error is raised. All are of one capture."""
+    tried: list[tuple[object, Captured]] = []
 
-    def found(*_: object, micro_batches: object, **others: object) -> Mock:
-        asked.append(micro_batches)
-        if micro_batches != "auto":
-            raise InfeasibleError(f"none in {micro_batches}")
+    def found(self: Division, task: Task, until: object) -> Mock:
+        tried.append((self.micro_batches, task.captured))
+        if self.micro_batches != "auto":
+            raise InfeasibleError(f"none in {self.micro_batches}")
         return Mock(step_time=2.0, peak_memory=3, reserve=4, lower_bound=1.0)
 
-    monkeypatch.setattr(priced_runs, "find_plan", found)
-    run, _ = best_run((nn.Identity(), (), {}), {"dp": 2}, MACHINE, [4, "auto", 8], 5.0)
-    assert (run, asked) == (Run(2.0, 7, 5.0, 1.0), [4, "auto"])
+    monkeypatch.setattr(Division, "fastest", found)
+    asked = Workload(given(), 8, 0, MACHINE, 2)
+    flops = model_flops(asked.captured().joint)
+    run, _ = best_run(asked, {"dp": 2}, [4, "auto", 8])
+    assert (run, [count for count, _ in tried]) == (Run(2.0, 7, flops, 1.0), [4, "auto"])
     with pytest.raises(InfeasibleError, match="none in 2"):
-        best_run((nn.Identity(), (), {}), {"dp": 2}, MACHINE, [4, 2], 5.0)
+        best_run(asked, {"dp": 2}, [4, 2])
+    assert all(one is asked.captured() for _, one in tried)
+
+
+def test_a_call_is_captured_once_for_what_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of transformers once for each; one whose own it is to say, once."""
+    calls: list[Call] = []
+    monkeypatch.setattr(priced_runs, "captured_on", lambda call, machine: calls.append(call) or Mock())
+    for model, count in ((MetaModel.of(LLAMA, torch.bfloat16), 3), (given(), 1)):
+        calls.clear()
+        asked = Workload(model, 8, 8, MACHINE, 2)
+        for recompute in ("none", "selective", "full", "none"):
+            assert asked.captured(recompute, 1) is asked.captured(recompute, 1)
+        assert len(calls) == count
 
 
 def test_a_configuration_beside_the_best_plan(
@@ -226,8 +253,9 @@ def test_two_depths_tell_of_all(recompute: str) -> None:
     model = MetaModel.of(LLAMA, torch.bfloat16)
     asked = Configuration("torchtitan", shard=2, tensor=2, recompute=recompute)  # type: ignore[arg-type]
     machine = replace(MACHINE, optimizer="adamw, fp32 master")
-    run = configured_run(model, asked, 8, 64, machine)
-    whole = priced(model.call(8, 64, asked.recompute), asked, 8, machine)
+    step = Workload(model, 8, 64, machine, 4)
+    run = configured_run(step, asked)
+    whole = priced(step.captured(asked.recompute), asked, 8, machine)
     assert run.seconds == pytest.approx(whole.seconds, rel=0.02)
     assert run.nbytes == pytest.approx(whole.nbytes, rel=0.02)
     assert run.flops == pytest.approx(whole.flops)
@@ -255,10 +283,10 @@ def test_stages_a_rank_are_as_the_configuration_says(virtual: int) -> None:
     with torch.device("meta"):
         call = Blocks(), (torch.zeros(8, 16),), {}
     one = Configuration("Megatron-LM", 2, schedule="interleaved", virtual=virtual)
-    plan, _ = configured_plan(call, one, 8, MACHINE)
+    plan = planned(one, MACHINE, call)
     assert isinstance(plan, PipelinePlan) and plan.stages_per_rank == virtual
     with pytest.raises(InfeasibleError, match="try: "):
-        configured_plan(call, replace(one, schedule="1f1b"), 8, MACHINE)
+        planned(replace(one, schedule="1f1b"), MACHINE, call)
 
 
 @pytest.mark.slow

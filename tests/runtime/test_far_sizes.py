@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from autoshard import MeshSpec, find_plan
-from autoshard.runtime import far_sizes
-from autoshard.runtime.far_sizes import FarSizes
+from autoshard.runtime import starting
+from autoshard.runtime.starting import FarSizes
 from tests.plans.test_crossovers import COMPUTE, SIDE, START, Product, profile
 
 
@@ -21,7 +21,7 @@ def test_what_the_first_plan_loses_is_said_once(
 ) -> None:
     """As in `test_where_another_plan_wins`: up to `SIDE` rows are computed whole, and more are split."""
     monkeypatch.setenv("AUTOSHARD_PROGRESS", "1")
-    monkeypatch.setattr(far_sizes, "is_worth_it", lambda seconds: True)
+    monkeypatch.setattr(starting, "is_worth_it", lambda seconds: True)
     prices = profile(4 * SIDE * SIDE / 2 / (COMPUTE / 4))
     (link,) = prices.links
     prices = replace(prices, links=(replace(link, latency_seconds=COMPUTE / 4 - START / 2),))

@@ -68,7 +68,7 @@ def test_transposed_convolution_reads_what_adds_to_it(seed: int) -> None:
         part = torch.zeros(1, 1, hi - lo, dtype=torch.float64)
         if first < last:
             whole = F.conv_transpose1d(x[..., first:last], weight, stride=stride, dilation=dilation)
-            start, end = window.writes(first, last)
+            start, end = window.reach(first, last)
             assert end - start == whole.shape[-1]
             part = F.pad(whole, (start - lo, hi - end))
         assert torch.allclose(part, y[..., lo:hi], rtol=1e-12, atol=1e-12)

@@ -8,8 +8,8 @@ a rule changes what later plans may contain and nothing that has been planned or
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,57 @@ from torch import fx
 from cost_model.errors import ShardingError, reject, shown
 from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_schema import op_signature, written_arguments
+from passes.ir.routing import BALANCED, Routing
 from passes.ir.torch_compat import op_key
+from passes.layout.layout import ROUTED, nested_sizes
 from passes.rules.core.assemble import pointwise, whole_rule
 from passes.rules.core.emit_op import neutral_where_empty
 from passes.rules.core.notation import Notation, parse
-from passes.rules.core.routed import with_experts
 from passes.rules.core.rule import Builder, Localize, OpCall, OpRule, describe
 from passes.rules.core.rule_table import TABLE
+
+EXPERTS = "g"
+"""The factor that counts experts, as in the rules of products with them."""
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """What is known of an op that works on every row by itself, in the meta "rows" of its node.
+
+    experts:  how many there are.
+    operands: of which a row may count on the rank of its expert alone (`ROUTED`).
+    pending:  how results are, where experts are split: `ROUTED`, or a sum; None: they have a dim of experts.
+    routing:  how many rows each expert has.
+    """
+
+    experts: int
+    operands: frozenset[int]
+    pending: str | None
+    routing: Routing = BALANCED
+
+    def fullest(self, ways: Sequence[int]) -> float:
+        """Of all rows those of the rank with the most, of ranks that share experts so many ways after each other."""
+        return self.routing.share(nested_sizes(self.experts, tuple(ways)))
+
+
+def rows_passed_on(node: fx.Node, count: int) -> dict[str, RoutedRows]:
+    """The meta "rows" of what is one of `count` operands that have the value of `node`, if it has any."""
+    rows = result_index(node)[0].meta.get("rows")
+    return (
+        {"rows": replace(rows, operands=frozenset(range(count)))} if rows and rows.pending == ROUTED else {}
+    )
+
+
+def with_experts(rule: OpRule, rows: RoutedRows) -> OpRule:
+    """`rule`, by which experts may be split as well, over ranks that have their rows."""
+    pending = {} if rows.pending is None else {EXPERTS: rows.pending}
+    return replace(
+        rule,
+        sizes={**rule.sizes, EXPERTS: rows.experts},
+        reductions={**rule.reductions, **pending},
+        routed=dict.fromkeys(rows.operands, EXPERTS),
+    )
+
 
 _POINTWISE = pointwise()
 

@@ -45,7 +45,7 @@ def sides(site: Site[ConvolutionWindow]) -> list[tuple[int, int]]:
         if isinstance(window, SlidingWindow):
             found[d] = window.padding(lo, hi)
         else:
-            start, end = window.writes(*site.reads(d))
+            start, end = window.reach(*site.reads(d))
             found[d] = start - lo, hi - end
     return found
 

@@ -84,7 +84,7 @@ def _slice_backward(ctx: LocalContext, dim: int, window: TransposedWindow) -> fx
     first, last = window.reads(lo, hi)
     if first == last:
         return constant(ctx, 0)
-    start, end = window.writes(first, last)
+    start, end = window.reach(first, last)
     return again(ctx, input_sizes=sizes, start=start - lo, end=end - lo)
 
 
