@@ -41,20 +41,26 @@ _PEAKS = {"h100": 989e12, "a100": 312e12}
 
 @dataclass(frozen=True)
 class Run:
-    """Of one step: seconds, bytes on the fullest device with what is reserved, products' operations of all devices;
-    bound: seconds under which no plan is, 0: not known."""
+    """Of one step: seconds, bytes of tensors on the fullest device, bytes reserved beside them, products' operations of
+    all devices; bound: seconds under which no plan is, 0: not known."""
 
     seconds: float
-    nbytes: float
+    peak: float
+    reserve: float
     flops: float
     bound: float = 0.0
 
+    @property
+    def nbytes(self) -> float:
+        return self.peak + self.reserve
+
     def deeper(self, other: Run, times: float) -> Run:
-        """With `times` as much more as `other`, of a deeper model, has."""
+        """With `times` as much more as `other`, of a deeper model, has; communicators do not grow with depth."""
         further = lambda here, there: here + times * (there - here)
         return Run(
             further(self.seconds, other.seconds),
-            further(self.nbytes, other.nbytes),
+            further(self.peak, other.peak),
+            max(self.reserve, other.reserve),
             further(self.flops, other.flops),
         )
 
@@ -158,7 +164,7 @@ def best_run(asked: Workload, axes: Mapping[str, int], pieces: Sequence[int | st
 
 
 def _run_of(plan: Plan, captured: Captured) -> Run:
-    return Run(plan.step_time, plan.peak_memory + plan.reserve, model_flops(captured.joint))
+    return Run(plan.step_time, plan.peak_memory, plan.reserve, model_flops(captured.joint))
 
 
 def configured_run(asked: Workload, configuration: Configuration) -> Run:
@@ -175,7 +181,7 @@ def configured_run(asked: Workload, configuration: Configuration) -> Run:
         return at(None)
     one, other = at(few), at(more)
     # Two plans of different kinds tell nothing of a third.
-    if other.nbytes < one.nbytes or other.seconds < one.seconds:
+    if other.peak < one.peak or other.seconds < one.seconds:
         return at(None)
     return one.deeper(other, (model.depth - few) / (more - few))
 

@@ -209,11 +209,13 @@ class Redistributor:
         # A way may lead over sizes that neither of the two has: of other layouts that `matrix` was asked for with them.
         asked = self._asked.get((shape, itemsize), {})
         known = ((src, dst), *(layouts for layouts in asked if src in layouts and dst in layouts))
-        spaces = (self._space(tuple(layouts), shape, itemsize) for layouts in known)
-        found = ((space, self._path(space, src, dst)) for space in spaces)
-        space, path = next(((space, path) for space, path in found if path is not None), (None, None))
-        if space is None or path is None:
+        spaces = {
+            id(one.seconds): one for one in (self._space(tuple(each), shape, itemsize) for each in known)
+        }
+        found = [(one, way) for one in spaces.values() if (way := self._path(one, src, dst)) is not None]
+        if not found:
             raise ShardingError(f"no redistribution from {src} to {dst}: a pending max or min cannot be made")
+        space, path = min(found, key=lambda each: sum(float(each[0].seconds[move]) for move in each[1]))
         seconds = tuple(float(space.seconds[move]) for move in path)
         nbytes = tuple(int(space.payloads[move]) for move in path)
         steps = tuple(self._step(space, move, len(shape)) for move in path)

@@ -86,6 +86,8 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
     """op_seconds: of one op, for one piece; asked once for ops alike. Ops that every stage has cost nothing here."""
     parts = graph_parts(joint)
     forward = forward_places(parts, {n: i for i, n in enumerate(parts.forward)}, len(parts.forward) - 1)
+    if not parts.forward:  # results are constants: there is nothing to cut
+        return CutCosts(parts, forward, (), (0.0,), {})
     sums = gradient_sums(parts)
     homes = _homes(parts, forward, sums)
     own = [0.0] * len(parts.forward)

@@ -247,6 +247,12 @@ LLAMA = {
 }
 
 
+def test_what_is_reserved_does_not_grow_with_depth() -> None:
+    """One of two plans has an all-to-all, and room for it."""
+    found = Run(1.0, 10.0, 5.0, 100.0).deeper(Run(2.0, 20.0, 9.0, 200.0), 3.0)
+    assert (found.seconds, found.nbytes, found.flops) == (4.0, 40.0 + 9.0, 400.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_two_depths_tell_of_all(recompute: str) -> None:

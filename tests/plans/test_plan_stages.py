@@ -242,6 +242,15 @@ def test_too_few_layers() -> None:
         find_plan(model, MeshSpec({"pp": 64}), args, stages="pp")
     with pytest.raises(InfeasibleError, match=r"stages='pp'.* 0 places .*\n  try: stages=None"):
         find_plan(nn.ReLU(), PP, (torch.ones(4, 4),), stages="pp")
+    with pytest.raises(InfeasibleError, match=r"stages='pp'.* 0 places .*\n  try: stages=None"):
+        find_plan(Zero(), PP, (torch.ones(4, 4, requires_grad=True),), stages="pp")
+
+
+class Zero(nn.Module):
+    """The result is a constant: its forward has no op, and its backward one of the input's gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x > x).double().mul(x).zero_()
 
 
 def test_a_cut_that_does_not_fit_names_the_limit() -> None:
