@@ -13,26 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.arguments import refuse_data_parallel
-from autoshard.runtime.optimizers import live_optimizers, shard_when_loaded
 from autoshard.runtime.process_groups import pipeline_mesh_of
 from autoshard.runtime.sharding import as_laid_out, checksum
 from autoshard.watching.agreement import collectively, everyones
 from cost_model.errors import ShardingError
+from passes.capture.model_state import refresh_flat_weights
 from passes.ir.torch_compat import version_of
 
 
 def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
-    """Let every layer with parameters run on DTensor's own ops when it is called outside the model's forward.
+    """Let every layer with parameters run as it is when it is called outside the model's forward.
 
-    Tensors of such a call are the same on every rank, and so is what it returns; gradients flow through. It is as
-    slow as DTensor is. Without gradients, as `generate()` calls an encoder, every rank has the layer's whole parameters
-    for the call, and runs it as it is. A call with a DTensor among its arguments is torch's own.
+    Tensors of such a call are the same on every rank, and so is what it returns: every rank has the layer's whole
+    parameters for the call, and gradients flow through. A call with a DTensor among its arguments is torch's own.
     """
     calls = _DirectCalls()
     handles: list[RemovableHandle] = []
@@ -44,36 +42,23 @@ def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
 
 
 class _DirectCalls:
-    """The outermost layer of the call that runs now, if any: what is inside it sees DTensors."""
+    """The outermost layer of the call that runs now, if any: what is inside it sees whole parameters."""
 
     def __init__(self) -> None:
         self._outermost: nn.Module | None = None
-        self._mixing: AbstractContextManager[Any] = nullcontext()
+        self._whole: AbstractContextManager[Any] = nullcontext()
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mesh = _mesh_of(module)
-        if mesh is None or self._outermost is not None or _any_dtensor((args, kwargs)):
-            return None
-        if not torch.is_grad_enabled() and all(p.device_mesh == mesh for p in _dtensors(module)):
-            self._outermost, self._mixing = module, _whole_parameters(module)
-            self._mixing.__enter__()
-            return None
-        replicated = [Replicate()] * mesh.ndim
-        wrap = lambda value: DTensor.from_local(value, mesh, replicated, run_check=False)
-        wrapped = pytree.tree_map_only(Tensor, wrap, (args, kwargs))
-        self._outermost, self._mixing = module, implicit_replication()
-        self._mixing.__enter__()
-        return wrapped
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Parameters are plain before the first call, and while a call is captured.
+        is_parallel = next(_dtensors(module), None) is not None
+        if self._outermost is None and is_parallel and not _any_dtensor((args, kwargs)):
+            self._outermost, self._whole = module, _whole_parameters(module)
+            self._whole.__enter__()
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if module is not self._outermost:
-            # torch loses, in views, what is pending of rows that another rank has.
-            return (
-                _summed(output) if self._outermost is not None and isinstance(module, nn.Embedding) else None
-            )
-        self._mixing.__exit__(None, None, None)
-        self._outermost, self._mixing = None, nullcontext()
-        return pytree.tree_map_only(DTensor, lambda value: value.full_tensor(), output)
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is self._outermost:
+            self._outermost = None
+            self._whole.__exit__(None, None, None)
 
 
 def _dtensors(module: nn.Module) -> Iterator[DTensor]:
@@ -88,24 +73,17 @@ def _whole_parameters(module: nn.Module) -> Generator[None]:
     try:
         for table, name, parameter in places:
             table[name] = whole[id(parameter)]  # type: ignore[assignment]
+        _refresh(module)
         yield
     finally:
         for table, name, parameter in places:
             table[name] = parameter
+        _refresh(module)
 
 
-def _mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """None while parameters are plain: before the first call, and while a call is captured. Of all stages, where they
-    are of some."""
-    found = next((parameter.device_mesh for parameter in _dtensors(module)), None)
-    return None if found is None else pipeline_mesh_of(found) or found
-
-
-def _summed(output: Any) -> Any:
-    if not isinstance(output, DTensor):
-        return output
-    whole = [Replicate() if placement.is_partial() else placement for placement in output.placements]
-    return output.redistribute(placements=whole)
+def _refresh(module: nn.Module) -> None:
+    for one in module.modules():
+        refresh_flat_weights(one)
 
 
 def _any_dtensor(values: Any) -> bool:
@@ -232,7 +210,6 @@ def _fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
     }
     if whole:
         _check_same({key: value for key, (value, _) in whole.items()}, _mesh_of_all(whole))
-        shard_when_loaded(live_optimizers(), set(parameters.values()))
     for key, (value, parameter) in pairs.items():
         state[key] = _fitting(value, parameter)
 

@@ -19,6 +19,7 @@ from cost_model.errors import ShardingError
 from passes.capture import CallSpec
 from passes.capture.questions import Check
 from passes.ir.joint import GraphInput, GraphOutput
+from passes.ir.torch_compat import is_batched, version_of
 from passes.ir.torch_dtensor import local_of
 from passes.lower.rank_program import all_but_the_loss
 
@@ -167,6 +168,10 @@ class CallProgram(ABC):
     ) -> Sequence[Tensor | None]:
         """Local gradients, parallel to `gradients`. `saved` is emptied."""
 
+    def read_again(self, leaves: Sequence[Tensor]) -> list[tuple[GraphInput, Tensor]]:
+        """DTensors whose shards the backward reads."""
+        return []
+
     @property
     def differentiated(self) -> list[int]:
         """Positions, among a call's outputs, of those that a usual step differentiates."""
@@ -189,11 +194,13 @@ class _Call(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*program.ends.constant(outputs))
         ctx.save_for_backward(*saved)
+        ctx.versions = [(spec.name, leaf, version_of(leaf)) for spec, leaf in program.read_again(leaves)]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _check_first_order()
+        _check_first_order(tangents)
+        _check_versions(ctx.versions)
         program: CallProgram = ctx.program
         saved = list(ctx.saved_tensors)
         # Where a loss has parameters in it too (a penalty), its gradient is a DTensor, the same on all ranks.
@@ -207,14 +214,30 @@ class _Call(torch.autograd.Function):
         return (None, *program.leaves.gradients(ctx.looks, needed, program.gradients, found))
 
 
-def _check_first_order() -> None:
+def _check_first_order(tangents: Sequence[Tensor | None]) -> None:
     """ShardingError in a backward that is to be differentiated again: autograd records it for create_graph=True only.
-    What ran would have no graph, and a penalty on these gradients no effect."""
+    What ran would have no graph, and a penalty on these gradients no effect. Also in one of several gradients at once.
+    """
+    if any(tangent is not None and is_batched(tangent) for tangent in tangents):
+        raise ShardingError(
+            "is_grads_batched=True: a parallel model has a program for one backward at a time\n"
+            "  try: torch.autograd.grad(..., retain_graph=True) for each gradient"
+        )
     if torch.is_grad_enabled():
         raise ShardingError(
             "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
             "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
             "there, and return it"
+        )
+
+
+def _check_versions(versions: Sequence[tuple[str, Tensor, int]]) -> None:
+    """autograd compares what was saved, which of a DTensor is the shard: ops on the whole do not count there."""
+    changed = next((name for name, leaf, version in versions if version_of(leaf) != version), None)
+    if changed is not None:
+        raise ShardingError(
+            f"{changed} was changed in place after the forward, and the backward needs it as it was\n"
+            "  try: backward() first; or call the model again after the change"
         )
 
 

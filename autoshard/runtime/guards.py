@@ -51,7 +51,8 @@ class _Watch:
 
     def _difference(self, now: tuple[Any, ...]) -> str:
         if len(now) != len(self.values):
-            return f"{self.where or 'the model'} has {len(now)} items, and had {len(self.values)}"
+            more = "more" if len(now) > len(self.values) else "fewer"
+            return f"{self.where or 'the model'} has {more} items than before"
         for i, (old, new) in enumerate(zip(self.values, now, strict=True)):
             if old is not new and not self.same(old, new):
                 name = self.names[i] if i < len(self.names) else i
@@ -65,7 +66,7 @@ class Guards:
 
     reads: as `Captured.reads`. `hold()` says whether the program is still the model's; `changed()` what is not.
     Parameters that were replaced by others of the same shape and layout count as the same, plain tensors in
-    attributes by others of the same shape and dtype.
+    attributes by others of the same shape and dtype; but not where two were one, or one is two.
     """
 
     model: nn.Module
@@ -73,15 +74,17 @@ class Guards:
     _watches: list[_Watch] = field(init=False)
     _quick: _Quick = field(init=False)
     _versions: list[tuple[Tensor, int]] = field(init=False)
+    _tied: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._watches = [*_structure(self.model), *_attributes(self.model, self.reads)]
+        self._tied = self._firsts()
         self._quick = _Quick(self._watches)
         self._versions = [(t, t._version) for watch in self._watches for t in _constants(watch)]
 
     def hold(self) -> bool:
         if not self._quick.unchanged():
-            if not all(watch.holds() for watch in self._watches):
+            if not all(watch.holds() for watch in self._watches) or self._firsts() != self._tied:
                 return False
             self._quick = _Quick(self._watches)
         return all(tensor._version == version for tensor, version in self._versions)
@@ -89,9 +92,18 @@ class Guards:
     def changed(self) -> str:
         """The first thing that is not as it was; "" if all is."""
         found = next((text for text in (watch.changed() for watch in self._watches) if text), "")
+        if not found and self._firsts() != self._tied:
+            return "two names of the model have one tensor that had two, or the other way round"
         if found or all(tensor._version == version for tensor, version in self._versions):
             return found
         return "a tensor in a list or dict of the model was changed in place"
+
+    def _firsts(self) -> list[int]:
+        """For each tensor that is watched the place of the first that is the same."""
+        seen: dict[int, int] = {}
+        values = chain.from_iterable(watch.read() for watch in self._watches)
+        tensors = (value for value in values if isinstance(value, Tensor))
+        return [seen.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)]
 
 
 class _Quick:
@@ -99,7 +111,8 @@ class _Quick:
 
     def __init__(self, watches: list[_Watch]) -> None:
         self._whole = [w.held for w in watches if isinstance(w.held, dict) and not w.picked]
-        self._lists = [w.held for w in watches if w.held is not None and not isinstance(w.held, dict)]
+        others = [w for w in watches if w.held is not None and not w.picked]
+        self._lists = [w.held for w in others if not isinstance(w.held, dict)]
         self._picked = [
             (itemgetter(present[0], *present), w.held)
             for w in watches
@@ -130,7 +143,11 @@ class _Quick:
 def _structure(model: nn.Module) -> Iterator[_Watch]:
     """Layers, parameters, buffers and hooks: tables of every module, where a name's identity matters."""
     for name, module in model.named_modules():
-        for table, same in (("_modules", is_), ("_parameters", _same_tensor), ("_buffers", _same_tensor)):
+        for table, same in (
+            ("_modules", _same_layer),
+            ("_parameters", _same_tensor),
+            ("_buffers", _same_tensor),
+        ):
             held = vars(module)[table]
             yield _of_dict(name, held, same)
     # Hooks of the model itself run outside its program, at every call.
@@ -139,6 +156,8 @@ def _structure(model: nn.Module) -> Iterator[_Watch]:
     hooks += global_module_hooks()
     read = _hooks_in(hooks)
     yield _Watch("hooks of modules", read, (), read(), is_)
+    modules = list(model.modules())
+    yield _Watch("classes of modules", lambda: tuple(map(type, modules)), (), tuple(map(type, modules)), is_)
 
 
 def _hooks_in(tables: list[dict[int, Any]]) -> Callable[[], tuple[Any, ...]]:
@@ -148,6 +167,8 @@ def _hooks_in(tables: list[dict[int, Any]]) -> Callable[[], tuple[Any, ...]]:
 def _attributes(model: nn.Module, reads: Mapping[nn.Module, frozenset[str]]) -> Iterator[_Watch]:
     paths = {module: name for name, module in model.named_modules()}
     seen: set[int] = set()
+    for owner, names in _of_classes(reads).items():
+        yield _of_names(owner.__name__, vars(owner), tuple(sorted(names)))
     for module, names in reads.items():
         where, table = paths.get(module, type(module).__name__), vars(module)
         yield _of_names(where, table, tuple(sorted(names)))
@@ -158,7 +179,18 @@ def _attributes(model: nn.Module, reads: Mapping[nn.Module, frozenset[str]]) -> 
                     yield _of_container(str(container.where), container.value)
 
 
-def _of_names(where: str, table: dict[str, Any], names: tuple[str, ...]) -> _Watch:
+def _of_classes(reads: Mapping[nn.Module, frozenset[str]]) -> dict[type, set[str]]:
+    """Names that were read of classes, by the class that has them."""
+    found: dict[type, set[str]] = {}
+    for module, names in reads.items():
+        for name in names - vars(module).keys():
+            owner = next((one for one in type(module).__mro__ if name in vars(one)), None)
+            if owner is not None:
+                found.setdefault(owner, set()).add(name)
+    return found
+
+
+def _of_names(where: str, table: Mapping[str, Any], names: tuple[str, ...]) -> _Watch:
     def read() -> tuple[Any, ...]:
         return tuple([table.get(name, _ABSENT) for name in names])
 
@@ -167,7 +199,8 @@ def _of_names(where: str, table: dict[str, Any], names: tuple[str, ...]) -> _Wat
 
 def _of_dict(where: str, held: dict[Any, Any], same: Callable[[Any, Any], bool]) -> _Watch:
     def read() -> tuple[Any, ...]:
-        return tuple(contents(held).values())
+        found = contents(held)
+        return (*found.values(), tuple(found))
 
     return _Watch(where, read, tuple(contents(held)), read(), same, held if type(held) is dict else None)
 
@@ -203,11 +236,16 @@ def _same_inside(old: Any, new: Any) -> bool:
     return callable(old) and bool(old == new)
 
 
+def _same_layer(old: Any, new: Any) -> bool:
+    """For a module, and for the names of a table."""
+    return old is new or (isinstance(old, tuple) and _same_inside(old, new))
+
+
 def _same_tensor(old: Any, new: Any) -> bool:
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return _same_layer(old, new)
     if old is new:
         return True
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-        return False
     alike = (old.shape, old.dtype, old.requires_grad) == (new.shape, new.dtype, new.requires_grad)
     return alike and _placements(old) == _placements(new)
 

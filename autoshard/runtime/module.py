@@ -160,7 +160,10 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
 
 
 def _run(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call. torch.compile leaves it alone: programs are compiled already, and planning is not to be traced."""
+    """Runs a call. torch.compile leaves it alone: programs are compiled already, and planning is not to be traced. In a
+    capture (the model calls itself, or is part of another) it is part of that."""
+    if torch.compiler.is_compiling():
+        return dispatcher.original(*args, **kwargs)
     otherwise: Otherwise | None = None
     while True:
         try:

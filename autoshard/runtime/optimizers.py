@@ -3,7 +3,7 @@ element at a time run on shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from operator import is_
@@ -66,7 +66,6 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
     torch would have it there. Lists and dicts stay the same objects: L-BFGS has its own hold of them while it calls
     the model for the first time.
     """
-    optimizers = list(optimizers)
     for optimizer in optimizers:
         groups = optimizer.param_groups
         # As torch's optimizers make it: a step count is on the CPU unless the kernel reads it.
@@ -76,24 +75,23 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
         for old in [p for p in optimizer.state if p in moved]:
             state = optimizer.state[moved[old]] = optimizer.state.pop(old)
             state.update(_sharded_state(state, moved[old], old in counted))
-    shard_when_loaded(optimizers, set(moved.values()))
 
 
-def shard_when_loaded(optimizers: Iterable[torch.optim.Optimizer], parameters: Collection[Tensor]) -> None:
-    """Let `load_state_dict` of those that have one of `parameters` take whole states, as one process saves them."""
-    for optimizer in optimizers:
-        if "param_groups" not in vars(optimizer):
-            continue  # accelerate's wraps another, which is among them
-        theirs = {p for group in optimizer.param_groups for p in group["params"]}
-        if not theirs.isdisjoint(parameters):
-            optimizer.register_load_state_dict_post_hook(_shard_loaded)
+def shard_when_loaded() -> None:
+    """From now on, in this process: `load_state_dict` of optimizers takes whole states, as one process saves them."""
+    plain: Any = torch.optim.Optimizer.load_state_dict
 
+    @wraps(plain)
+    def load(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        plain(self, state_dict)
+        for parameter, state in self.state.items():
+            if isinstance(parameter, DTensor):
+                assert isinstance(parameter, nn.Parameter)
+                self.state[parameter] = _sharded_state(state, parameter, counts=False)
 
-def _shard_loaded(optimizer: torch.optim.Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, DTensor):
-            assert isinstance(parameter, nn.Parameter)
-            optimizer.state[parameter] = _sharded_state(state, parameter, counts=False)
+    load.whole = plain  # type: ignore[attr-defined]
+    if not hasattr(plain, "whole"):
+        torch.optim.Optimizer.load_state_dict = load  # type: ignore[method-assign]
 
 
 def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter, counts: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Ops that torch lacks or answers for one shard, and that ordinary scripts apply t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
 
-from autoshard.runtime.optimizers import adopt, live_optimizers, retire, update_shards
+from autoshard.runtime.optimizers import adopt, live_optimizers, retire, shard_when_loaded, update_shards
 from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
 from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
+from autoshard.runtime.whole_ops import as_strided, convolved, on_whole
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
@@ -31,6 +32,7 @@ from passes.ir.torch_dtensor import (
     sharding_of,
     take_place_of,
     take_plain_tensors_as_replicated,
+    wrap_dtensor_handler,
 )
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -47,6 +49,9 @@ _OF_WHOLE = (
 or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or has no answer."""
 
 
+_FILLS = (aten.fill_.Scalar, aten.fill_.Tensor)
+
+
 def complete_dtensor_ops(device: torch.device) -> None:
     """From now on, in this process: a number read of a DTensor is that of the whole tensor, `copy_` and `p.data = ...`
     take whole tensors, a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses are,
@@ -56,10 +61,15 @@ def complete_dtensor_ops(device: torch.device) -> None:
         handle_dtensor_op(op, _of_whole)
     handle_dtensor_op(aten.copy_.default, _copy)
     handle_dtensor_op(aten.detach.default, _detached)
+    answer_new_ops(on_whole)
+    wrap_dtensor_handler(aten.as_strided.default, as_strided)
+    for op in (aten.convolution.default, aten.convolution_backward.default):
+        wrap_dtensor_handler(op, convolved)
     answer_new_ops(_summed_first)
     set_dtensor_data_by(lambda target, value: as_laid_out(value, target))
     take_plain_tensors_as_replicated(device)
     update_shards()
+    shard_when_loaded()
 
 
 def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,18 +86,19 @@ def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _summed_first(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]
 ) -> Any:
-    """`x.mean().clamp_(min=1e-3)`: torch refuses to write into a sum that is pending, where the op needs the whole."""
+    """`x.mean().clamp_(min=1e-3)`: torch refuses to write into a sum that is pending, where the op needs the whole; and
+    fills it on every rank, which adds up."""
     target = args[0] if args else None
     if not op._schema.is_mutable or not isinstance(target, DTensor):
         return NotImplemented
     placements = [Replicate() if p.is_partial() else p for p in target.placements]
     if placements == list(target.placements):
         return NotImplemented
-    try:
-        return propagate()
-    except RuntimeError:
-        take_place_of(target, target.redistribute(placements=placements))
-        return op(*args, **kwargs)
+    if op not in _FILLS:
+        with suppress(RuntimeError):
+            return propagate()
+    take_place_of(target, target.redistribute(placements=placements))
+    return op(*args, **kwargs)
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,8 +236,7 @@ class _GradientHook:
         return hook if isinstance(hook, _GradientHook) else _GradientHook(hook)
 
     def __call__(self, gradient: Any) -> Any:
-        with implicit_replication():
-            return self.hook(gradient)
+        return self.hook(gradient)
 
 
 @dataclass(frozen=True)

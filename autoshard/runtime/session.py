@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.arguments import check_unwrapped, optimizer_name
+from autoshard.arguments import optimizer_name
 from autoshard.call_ends import capture_as_now
 from autoshard.global_call import GlobalCall, axes_of_batch, counts_as_in_order, global_call
 from autoshard.plan.judged import prices_of
@@ -36,7 +36,8 @@ from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
-from autoshard.runtime.sharding import check_placed, held_layouts, move_buffers
+from autoshard.runtime.ready_model import make_ready
+from autoshard.runtime.sharding import held_layouts, move_buffers
 from autoshard.runtime.sized_calls import AtSizes, SizedAt, SizedCalls
 from autoshard.runtime.starting import FarSizes, fingerprint_of, started
 from autoshard.runtime.tuning import Tuning
@@ -135,7 +136,7 @@ class Session:
         whole = cache(lambda: self._global_call(args, kwargs, shapes))
         if not answers and (ready := self._ready(args, kwargs, whole)) is not None:
             return ready
-        collectively(self.mesh, self._check_model, what=what, detail=detail)
+        collectively(self.mesh, lambda: make_ready(self.model, self.mesh), what=what, detail=detail)
         with self.stages("tracing the model", detail):
             capture = lambda: self._captured(whole(), flatten_call(args, kwargs)[0], answers)
             captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
@@ -193,10 +194,6 @@ class Session:
     def _ready_for(self, whole: GlobalCall, ready: AtSizes, key: CallKey) -> Executable:
         self.settle(ready.running.plan)
         return self._executable(whole, ready, key, ready.guards)
-
-    def _check_model(self) -> None:
-        check_placed(self.model, self.mesh)
-        check_unwrapped(self.model)
 
     def _captured(
         self, whole: GlobalCall, tensors: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients, CallProgram
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
-from passes.ir.joint import GraphOutput
+from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.process_state import autocast_off
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import RankProgram, usually_missing
@@ -110,6 +111,11 @@ class Program(CallProgram):
             saved = [locals_[i] for i in self.phases.backward.passed]
             saved += [results[i] for i in self.phases.backward.saved]  # type: ignore[misc]
         return own_outputs(outputs, locals_), saved, late
+
+    def read_again(self, leaves: Sequence[Tensor]) -> list[tuple[GraphInput, Tensor]]:
+        passed = () if self.phases.backward is None else self.phases.backward.passed
+        read = [(self.phases.inputs[i], leaves[i]) for i in passed]
+        return [(spec, leaf) for spec, leaf in read if isinstance(leaf, DTensor)]
 
     def run_backward(
         self, saved: list[Tensor], tangents: Sequence[Tensor | None], kept: Callable[[], None]

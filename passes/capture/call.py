@@ -42,7 +42,8 @@ def number_indices(tree: Tree) -> list[int]:
 
 
 def with_tensors(tree: Tree, value: Any) -> Any:
-    """`value`, whose structure is `tree`, with a tensor for each number that is one there."""
+    """`value`, whose structure is `tree`, with a tensor for each number that is one there: read of a tensor, or counted
+    (`z[keep].shape[0]`)."""
     return _with_tensors(tree, value, {})
 
 
@@ -51,7 +52,9 @@ def _with_tensors(tree: Tree, value: Any, found: dict[int, Tensor]) -> Any:
     if isinstance(tree, Number):
         known = torch.tensor(value)
         return found.setdefault(tree.index, torch.tensor(value, dtype=widest(known).dtype))
-    if not isinstance(tree, (Nest, Instance)) or not number_indices(tree):
+    if isinstance(tree, TensorLeaf):
+        return value if isinstance(value, Tensor) else torch.tensor(value)
+    if not isinstance(tree, (Nest, Instance)) or (isinstance(tree, Instance) and not number_indices(tree)):
         return value
     pairs = zip(tree.children, items_of(tree, value), strict=True)
     items = [_with_tensors(*pair, found) for pair in pairs]

@@ -268,7 +268,7 @@ def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator
             for (_, _, key), table in zip(slot.places, _tables(slot), strict=True):
                 table[key] = marked(value) if slot.is_parameter else value
         for module in {module for slot in slots for module, _, _ in slot.places}:
-            _refresh_flat_weights(module)
+            refresh_flat_weights(module)
         yield
     finally:
         for table, old in before:
@@ -279,7 +279,7 @@ def _tables(slot: Slot) -> list[dict[str, Any]]:
     return [vars(module) if table == "__dict__" else vars(module)[table] for module, table, _ in slot.places]
 
 
-def _refresh_flat_weights(module: nn.Module) -> None:
+def refresh_flat_weights(module: nn.Module) -> None:
     """nn.LSTM and its kin read their weights from a list that they keep beside the parameters."""
     if isinstance(module, nn.RNNBase):
         weights = [module._parameters.get(name) for name in module._flat_weights_names]

@@ -211,7 +211,7 @@ def attributes_read(
     before: Snapshot, known: dict[nn.Module, set[str]] | None = None
 ) -> Generator[dict[nn.Module, set[str]]]:
     """Module -> names of the attributes read inside, as they were `before`, in `known`: one that was assigned first is
-    no input of the forward. Attributes of the class count if they are data, and `forward` counts, since users exchange
+    no input of the forward. Attributes of the class count, methods too, and `forward` counts, since users exchange
     it. Tables of parameters, modules and hooks, and the training flag, do not count."""
     found: dict[nn.Module, set[str]] = {} if known is None else known
 
@@ -219,8 +219,7 @@ def attributes_read(
         if name.startswith("__") or is_own(module, name):
             return
         if before.untouched(module, name, value) or (
-            before.lacks(module, name)
-            and (name == "forward" or not (callable(value) or name in _EVERY_CLASS))
+            before.lacks(module, name) and (name == "forward" or name not in _EVERY_CLASS)
         ):
             found.setdefault(module, set()).add(name)
 

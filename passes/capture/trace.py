@@ -31,6 +31,7 @@ from passes.capture.stand_ins import Spot, Uses, put_stand_ins
 from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, trace_cumulative_averages
 from passes.capture.trees import Static, Tree, changed_places, flatten, off_meta, retree, unflatten
 from passes.ir.joint import CPU
+from passes.ir.process_state import host_draws_told
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
 from passes.ir.torch_sizes import SizesLost, SymbolicShapes
 from passes.ir.torch_tracing import (
@@ -166,6 +167,7 @@ def _passed_on(tree: Tree) -> Iterator[Any]:
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
 
 
+@host_draws_told()
 def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
     """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+
+_log = logging.getLogger("autoshard")
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
@@ -61,6 +64,21 @@ def live(kinds: type[T] | tuple[type[T], ...]) -> list[T]:
     # type(), not isinstance: the latter asks every object, lazily loaded modules included.
     found = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
     return [one for one in objects if type(one) in found] if found else []
+
+
+@contextmanager
+def host_draws_told() -> Generator[None]:
+    """A line of the log, if what is traced inside draws numbers that no graph can hold. Also a decorator."""
+    states = lambda: (random.getstate(), [str(part) for part in np.random.get_state()])
+    before = states()
+    yield
+    pairs = zip(("Python's random", "NumPy's"), before, states(), strict=True)
+    if drawn := [name for name, old, new in pairs if old != new]:
+        _log.warning(
+            "forward draws from %s numbers: they are those of the first call in all calls of its kind\n"
+            "  try: torch.rand(()), of which each call has its own; or draw before the call, and pass what was drawn",
+            " and ".join(drawn),
+        )
 
 
 @contextmanager

@@ -49,6 +49,11 @@ def no_fake_mode() -> AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether it stands for several, of which `autograd.grad(..., is_grads_batched=True)` makes one. Since 1.13."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def inside_function_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp) is at work; 50 ns. Since 2.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]

@@ -240,13 +240,20 @@ def fake_devices_answered(
 
 @contextmanager
 def module_reads_seen(note: Callable[[torch.nn.Module, str, Any], None]) -> Generator[None]:
-    """Inside, `note(module, name, value)` is told of every attribute that is found on an `nn.Module` by the usual way.
+    """Inside, `note(module, name, value)` is told of every attribute that is found on an `nn.Module` by the usual way,
+    and of every one that is asked for and is not there (`hasattr`), with NotImplemented for its value.
 
     nn.Module has no `__getattribute__` of its own, so one can be given to it, and taken away.
     """
 
     def seen(module: torch.nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
+        try:
+            value = object.__getattribute__(module, name)
+        except AttributeError:
+            held = object.__getattribute__(module, "__dict__")
+            if not any(name in held.get(table, ()) for table in ("_parameters", "_buffers", "_modules")):
+                note(module, name, NotImplemented)
+            raise
         note(module, name, value)
         return value
 

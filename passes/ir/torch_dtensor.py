@@ -175,18 +175,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells the memory of this rank's shard from any other's."""
+    return local_of(tensor).untyped_storage()._cdata
+
+
 def sharding_of(tensor: torch.Tensor) -> Any:
     """What a DTensor is besides its shard (mesh, placements, global shape); None for a plain tensor.
     `_spec` since torch 2.1."""
     return getattr(tensor, "_spec", None)
 
 
-def dtensor_from(local: torch.Tensor, sharding: Any) -> torch.Tensor:
+def dtensor_from(local: torch.Tensor, sharding: Any, kind: Any = None) -> torch.Tensor:
     """A DTensor of `local` with the `sharding_of` another, outside autograd: `from_local` costs 20 us
-    for each gradient, and `__init__`, which does nothing, 1 us more than `__new__`. Since torch 2.1."""
+    for each gradient, and `__init__`, which does nothing, 1 us more than `__new__`. kind: a subclass. Since 2.1."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.__new__(DTensor, local, sharding, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor.__new__(kind or DTensor, local, sharding, requires_grad=False)  # type: ignore[call-arg]
 
 
 def take_place_of(tensor: torch.Tensor, other: torch.Tensor) -> None:

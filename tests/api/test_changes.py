@@ -192,6 +192,77 @@ def twice(rank: int) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
+def _changed_before_the_backward(rank: int) -> str:
+    model = parallel(Net(), LINE)
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model(x)["loss"].backward()
+    loss = model(x)["loss"]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    with pytest.raises(ShardingError, match="weight was changed in place after the forward") as raised:
+        loss.backward()
+    model(x)["loss"].backward()
+    return str(raised.value)
+
+
+def test_a_parameter_changed_before_the_backward_is_refused(ranks: RankPool) -> None:
+    """torch sees that of plain ones, and not of DTensors."""
+    first, second = ranks.run(_changed_before_the_backward, world=2)
+    assert first == second and "\n  try: backward() first" in first
+
+
+class Anchored(nn.Module):
+    """Is drawn to weights of before, in attributes that it has not yet. One is of its class."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6)
+        self.old: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).tanh()).square().mean()
+        for name in ("anchor", "mask"):
+            if hasattr(self, name):
+                y = y + (self.up.weight - getattr(self, name)).square().sum()
+        return y * self.scale + sum(
+            (p - q).square().sum() for p, q in zip(self.parameters(), self.old, strict=False)
+        )
+
+
+def _anchored(rank: int) -> None:
+    torch.manual_seed(0)
+    pair, x = Pair(Anchored()), torch.randn(4, 6)
+    edits: list[Callable[[Any], Any]] = [
+        lambda m: m.register_buffer("anchor", m.up.weight.detach().clone() * 2),
+        lambda m: setattr(m, "mask", torch.ones_like(m.up.weight, requires_grad=False)),
+        lambda m: setattr(Anchored, "scale", Anchored.scale + 1),
+        lambda m: m.old.extend(p.detach().clone() + 1 for p in m.parameters()),
+        lambda m: m.anchor.copy_(m.up.weight.detach() * 3),
+    ]
+    for edit in (lambda m: None, *edits):
+        pair.change(edit)
+        ours, theirs = (model(x) for model in pair.both)
+        torch.testing.assert_close(ours, theirs)
+        for model in pair.both:
+            model.zero_grad()
+        ours.backward()
+        theirs.backward()
+        for p, q in zip(*(model.parameters() for model in pair.both), strict=True):
+            torch.testing.assert_close(None if p.grad is None else whole(p.grad), q.grad)
+    parallel_one: Any = pair.both[0]
+    parallel_one.register_buffer("anchor", parallel_one.up.weight.detach())
+    with pytest.raises(ShardingError, match=r"shares memory with parameter up\.weight"):
+        parallel_one(x)
+
+
+def test_tensors_made_of_parameters_are_whole_in_a_model(ranks: RankPool) -> None:
+    ranks.run(_anchored, world=2)
+
+
 def test_a_backward_of_the_backward_is_refused(ranks: RankPool) -> None:
     for said in ranks.run(twice, world=2):
         assert all("torch.autograd.grad(..., create_graph=True)" in text for text in said)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import random
 from typing import Any
 
 import pytest
@@ -198,3 +200,21 @@ def test_an_attribute_that_becomes_a_buffer_is_refused() -> None:
     assert model.mask is None
     model(x)
     capture(model, (x,), {})
+
+
+class Draws(nn.Linear):
+    """Skips itself now and then, by Python's numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 else x
+
+
+def test_numbers_that_are_drawn_by_python_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    state = random.getstate()
+    with caplog.at_level(logging.WARNING, logger="autoshard"):
+        capture(nn.Linear(3, 3), (torch.randn(2, 3),), {})
+        assert not caplog.records
+        capture(Draws(3, 3), (torch.randn(2, 3),), {})
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Python's random numbers" in said and "\n  try: torch.rand" in said
+    assert random.getstate() == state

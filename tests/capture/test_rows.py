@@ -188,8 +188,14 @@ def small(m: Model, h: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(h[y >= 0]), y[y >= 0]) + ends.square().sum()
 
 
-def test_plans_compute_the_same() -> None:
-    model, given = Model(small), call()
+def counted(m: Model, h: Tensor, y: Tensor) -> Any:
+    chosen = h[y > 0]
+    return chosen.sum(), {"rows": chosen.shape[0], "several": [chosen.shape[0] > 1]}
+
+
+@pytest.mark.parametrize("rest", [small, counted])
+def test_plans_compute_the_same(rest: Callable[..., Any]) -> None:
+    model, given = Model(rest), call()
     plan = find_plan(model, MeshSpec({"x": 2}), given, profile="cpu", refine="off", backend="eager")
     assert verify(model, plan, given).ok
 

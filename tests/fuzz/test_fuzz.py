@@ -23,8 +23,8 @@ def test_random_modules(first: int) -> None:
 
 @pytest.mark.parametrize("number", [2054, 2127, 3189, 3540, 8220])
 def test_what_was_a_fault(number: int) -> None:
-    """Pieces that add to zeros; pieces of one operand of a `cat`; gradients of zeros; a ring with empty parts; a way that
-    leads over sizes of a third layout."""
+    """Pieces that add to zeros; pieces of one operand of a `cat`; gradients of zeros; a ring with empty parts; a way
+    that leads over sizes of a third layout."""
     case = drawn_case(number)
     found = examined(case)
     assert found.state in (OK, ALONE), f"{found.said}\n{case}"

@@ -253,6 +253,26 @@ def test_a_checkpoint_holds_whole_state(ranks: RankPool) -> None:
     ranks.run(_continued, world=4)
 
 
+def _loaded(rank: int) -> None:
+    """The states of one process, into an optimizer that was made of DTensors."""
+    reference, model = _Model(None), _Model(_made())
+    before = _optimizer(reference, ("Adam", {}))
+    _step(reference, before, range(STEPS // 2))
+    with torch.no_grad():
+        for name, value in reference.named_parameters():
+            model.get_parameter(name).copy_(value)
+    after = _optimizer(model, ("Adam", {}))
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    for one, optimizer in ((reference, before), (model, after)):
+        one.zero_grad()
+        _step(one, optimizer, range(STEPS // 2, STEPS))
+    _same(model.values(), reference.values(), "loaded")
+
+
+def test_an_optimizer_takes_the_states_of_one_process(ranks: RankPool) -> None:
+    ranks.run(_loaded, world=4)
+
+
 def _mixed(rank: int) -> None:
     """Gradients that are not cut as their parameters, and plain parameters beside DTensors."""
     mesh = _made()

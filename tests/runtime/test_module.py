@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,6 +58,49 @@ def installed() -> tuple[Net, Builds]:
     builds = Builds(model)
     install(model, shapes, builds)
     return model, builds
+
+
+def test_weights_that_are_one_no_more_are_another_program() -> None:
+    """Each has the shape that both had."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weight = model[1].weight
+    model[1].weight = model[0].weight
+    tied = Guards(model, {})
+    model[1].weight = weight
+    assert not tied.hold() and "one tensor that had two" in tied.changed()
+    apart = Guards(model, {})
+    model[1].weight = nn.Parameter(torch.zeros(3, 3))
+    assert apart.hold()
+    model[1].weight = model[0].weight
+    assert not apart.hold() and not apart.hold()
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(3, 3), nn.ParameterDict({"a": torch.zeros(3)})
+
+    def act(self, x: Tensor) -> Tensor:
+        return x
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "a name of a table": lambda m: m.table.update({"b": m.table.pop("a").detach().clone()}),
+    "the class of a layer": lambda m: setattr(m.layer, "__class__", type("Other", (nn.Linear,), {})),
+    "an attribute that was missing": lambda m: setattr(m, "scale", 2.0),
+    "a method in its place": lambda m: setattr(m, "act", torch.relu),
+    "a method of the class": lambda m: setattr(Named, "act", lambda self, x: x + 1),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_is_no_longer_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Named, "act", Named.act)  # it is put back
+    model = Named()
+    guards = Guards(model, {model: frozenset({"act", "scale"})})
+    assert guards.hold() and not guards.changed()
+    EDITS[name](model)
+    assert not guards.hold() and guards.changed()
 
 
 def test_class_names_and_state_stay() -> None:

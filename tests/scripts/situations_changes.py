@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.scripts.parts import Net, batch, net, state, step, train
-from tests.scripts.script import Make, refused
+from tests.scripts.script import Make
 
 
 def frozen_layers(make: Make) -> Any:
@@ -139,7 +139,6 @@ def parameters_edited_without_gradient(make: Make) -> Any:
     return [model(batch()[0]), state(model)]
 
 
-@refused("does not have a sharding strategy registered")
 def part_of_a_parameter_assigned(make: Make) -> Any:
     model = make(net())
     model(batch()[0])

@@ -1,0 +1,246 @@
+"""Ops that torch refuses on shards, done on whole tensors; and views of a DTensor that are no views of its shards.
+
+torch gives `p[1]`, where rows are split, as a copy: what is written into it would be lost without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime.process_groups import pipeline_mesh_of
+from autoshard.runtime.sharding import as_laid_out
+from cost_model.errors import ShardingError
+from passes.ir.torch_compat import version_of
+from passes.ir.torch_dtensor import dtensor_from, local_of, memory_of, sharding_of
+
+aten = torch.ops.aten
+
+_log = logging.getLogger("autoshard")
+
+
+class PartOfWhole(DTensor):
+    """A view of the whole values of `root`, replicated. What is written into it is written into `root` too, on all
+    ranks together; it follows what is written into `root` in other ways."""
+
+    root: DTensor
+    whole: Tensor
+    version: int
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = _written(op, args, kwargs or {})
+        for part in _parts((args, kwargs)):
+            part._follow(any(part is one for one in written))
+        plain = lambda value: dtensor_from(local_of(value), sharding_of(value))
+        found = op(
+            *pytree.tree_map_only(PartOfWhole, plain, args),
+            **pytree.tree_map_only(PartOfWhole, plain, kwargs or {}),
+        )
+        for part in written:
+            if isinstance(part, PartOfWhole):
+                _put(part.root, part.whole)
+        if written:
+            return written[0] if isinstance(found, Tensor) else found
+        first = args[0] if args else None
+        if isinstance(first, PartOfWhole) and _is_view(op):
+            return pytree.tree_map_only(DTensor, lambda view: _part(view, first.root, first.whole), found)
+        return found
+
+    def _follow(self, surely: bool) -> None:
+        if surely or self.version != _version(self.root):
+            self.whole.copy_(self.root.full_tensor())
+            self.version = _version(self.root)
+
+
+def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]) -> Any:
+    """The op of whole tensors where torch refuses it on shards, or would write into a copy; else what torch finds."""
+    given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+    written = _written(op, args, kwargs)
+    if not given:
+        return NotImplemented
+    if op._schema.is_mutable and not written:  # into a plain tensor: what it is given is whole
+        return _whole(op, args, kwargs, written)
+    if any(p.is_partial() for value in written for p in value.placements):
+        return NotImplemented
+    if any(map(_is_pending, given)):
+        settled = lambda value: (
+            value if not _is_pending(value) else _replicated(value.full_tensor(), _mesh(value))
+        )
+        return op(
+            *pytree.tree_map_only(DTensor, settled, args), **pytree.tree_map_only(DTensor, settled, kwargs)
+        )
+    if op is aten.sum.dim_IntList and args[1:] and not args[1]:  # of all dims, which torch takes for none
+        return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
+    if _errs(op, args) and any(not p.is_replicate() for value in given for p in value.placements):
+        return _whole(op, args, kwargs, written)
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    if written and not is_random and not _dtensors(args):  # `torch.eye(5, 3, out=p)`: sizes are of the whole
+        return _whole(op, args, kwargs, written)
+    try:
+        found = propagate()
+    except (RuntimeError, NotImplementedError):
+        if op.namespace in ("c10d", "_c10d_functional"):
+            raise ShardingError(
+                f"{op} of a parallel model's parameter or gradient, which is of the whole batch and the same on all "
+                "ranks\n  try: leave the collective out; tensor.full_tensor() is the whole tensor"
+            ) from None
+        if is_random:
+            raise
+        return _whole(op, args, kwargs, written)
+    if written:
+        return _whole(op, args, kwargs, written) if _moves(found, written[0]) else found
+    if _is_view(op) and getattr(found, "needs_redistribute", False):
+        return _view(op, args, kwargs)
+    return found
+
+
+_ERRING = frozenset({
+    aten.mse_loss.default, aten.mse_loss_backward.default,
+    aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default,
+    aten.huber_loss.default, aten.huber_loss_backward.default,
+    aten.soft_margin_loss.default, aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.native_group_norm.default, aten.native_group_norm_backward.default,
+})  # fmt: skip
+"""Of these torch divides by the size of the shard, or takes it for that of the whole: means of uneven parts are others,
+gradients are larger."""
+_INDEXED = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+)
+
+
+def _errs(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether torch's answer, of shards, is not that of the whole."""
+    if op is aten.gather.default:
+        value, dim, index = args[:3]
+        return any(index.shape[d] != value.shape[d] for d in range(value.ndim) if d != dim % value.ndim)
+    if op in _INDEXED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return op in _ERRING
+
+
+def convolved(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Convolutions, of whole operands: torch's are of ranks that have all channels, and refuse plain operands."""
+    return lambda op, args, kwargs: _whole(op, args, kwargs, [])
+
+
+def _is_pending(value: DTensor) -> bool:
+    """Whether it waits for a maximum or a norm over ranks: torch adds such up as if they were done."""
+    pending = (p for p in value.placements if isinstance(p, Partial))
+    return any(p.reduce_op in ("max", "min") or hasattr(p, "norm_type") for p in pending)
+
+
+def as_strided(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the whole tensor, where torch has none of shards."""
+
+    def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return plain(op, args, kwargs)
+        except RuntimeError:
+            return _view(op, args, kwargs)
+
+    return of_whole
+
+
+def _moves(found: Any, target: DTensor) -> bool:
+    """Whether torch would write into a tensor that lies otherwise than the target."""
+    sharding = getattr(found, "output_spec", None)
+    placements = getattr(sharding, "placements", target.placements)
+    return tuple(placements) != tuple(target.placements)
+
+
+@torch.no_grad()
+def _whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DTensor]) -> Any:
+    if _is_view(op):
+        return _view(op, args, kwargs)
+    _log.debug("%s is computed on whole tensors: torch has no rule by which shards are enough", op)
+    wholes = {id(value): _values(value) for value in _dtensors((args, kwargs))}
+    whole = lambda value: wholes[id(value)]
+    found = op(*pytree.tree_map_only(DTensor, whole, args), **pytree.tree_map_only(DTensor, whole, kwargs))
+    for target in written:
+        _put(target, wholes[id(target)])
+    if written:
+        return written[0] if isinstance(found, Tensor) else found
+    if op._schema.is_mutable:
+        return found
+    operands = _dtensors((args, kwargs))
+    return pytree.tree_map_only(Tensor, lambda value: _like_one(value, operands), found)
+
+
+def _like_one(value: Tensor, operands: list[DTensor]) -> DTensor:
+    """Laid out as the first operand of its shape, as a gradient should be; else replicated."""
+    for one in operands:
+        if one.shape == value.shape and value.ndim and not any(p.is_partial() for p in one.placements):
+            return as_laid_out(value, one)
+    return _replicated(value, _mesh(operands[0]))
+
+
+@torch.no_grad()
+def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    root, *rest = args
+    whole = _values(root)
+    views = op(whole, *rest, **kwargs)
+    mesh = _mesh(root)
+    return pytree.tree_map_only(Tensor, lambda view: _part(_replicated(view, mesh), root, whole), views)
+
+
+def _part(view: DTensor, root: DTensor, whole: Tensor) -> PartOfWhole:
+    part = dtensor_from(local_of(view), sharding_of(view), PartOfWhole)
+    assert isinstance(part, PartOfWhole)
+    part.root, part.whole, part.version = root, whole, _version(root)
+    return part
+
+
+def _version(root: DTensor) -> int:
+    return 0 if root.is_inference() else version_of(root)
+
+
+def _values(value: DTensor) -> Tensor:
+    """All of it, in memory of its own."""
+    found = value.full_tensor()
+    return found.clone() if memory_of(found) == memory_of(value) else found
+
+
+def _put(target: DTensor, whole: Tensor) -> None:
+    local_of(target).copy_(local_of(as_laid_out(whole, target)))
+
+
+def _replicated(value: Tensor, mesh: Any) -> DTensor:
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _mesh(value: DTensor) -> Any:
+    """All ranks that run the script, where stages have their own."""
+    return pipeline_mesh_of(value.device_mesh) or value.device_mesh
+
+
+def _dtensors(values: Any) -> list[DTensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, DTensor)]
+
+
+def _parts(values: Any) -> list[PartOfWhole]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, PartOfWhole)]
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """Operands that the op changes."""
+    named = zip((a.name for a in op._schema.arguments), args, strict=False)
+    given = {**dict(named), **kwargs}
+    changed = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _dtensors([given.get(name) for name in changed])
+
+
+def _is_view(op: Any) -> bool:
+    """Whether its result lies in the memory of its first operand."""
+    first = next(iter(op._schema.arguments), None)
+    return first is not None and first.alias_info is not None and not first.alias_info.is_write

@@ -1,0 +1,191 @@
+"""What a script writes into parts of a parameter, and ops that torch has not of shards, or wrong: on two ranks, as on
+one tensor.
+
+Rows are split 6 and 5, columns 3 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from autoshard.runtime.parameters import complete_dtensor_ops
+from tests.ranks import RankPool
+
+WHOLE = torch.linspace(-2, 3, 55).view(11, 5)
+
+
+def _set_row(p: Any) -> None:
+    p[2] = 0.5
+
+
+def _set_column(p: Any) -> None:
+    p[:, 2] = 0.5
+
+
+def _set_masked(p: Any) -> None:
+    p[p > 0.1] = 0.5
+
+
+def _set_rows_masked(p: Any) -> None:
+    p[p[:, 0] > 0.1] = 0.5
+    p[:, torch.tensor([True, False, True, True, False])] += 1.0
+
+
+def _set_at(p: Any) -> None:
+    p[torch.tensor([1, 8, 3]), torch.tensor([4, 0, 2])] = torch.tensor([7.0, 8.0, 9.0])
+    p[[1, 9]] = 0.5
+    p[:, [0, 3]] *= 2
+    p.index_put_((torch.tensor([2, 2]),), torch.ones(5), accumulate=True)
+    p.scatter_(1, torch.tensor([[1, 3]] * 11), 4.0)
+    p.scatter_add_(0, torch.tensor([[10, 0, 1, 1, 2]]), torch.ones(1, 5))
+    p.index_add_(1, torch.tensor([4, 1]), torch.ones(11, 2))
+    p.index_fill_(0, torch.tensor([5]), -1.0)
+
+
+def _rows(p: Any) -> None:
+    for row in p:
+        row.div_(row.norm() + 1)
+
+
+def _views_of_views(p: Any) -> None:
+    p[2:7].t()[1].add_(5.0)
+    first, last = p.split([4, 7])
+    last.zero_()
+    first[0, 0] = 9.0
+    p.view(5, 11).unsqueeze(0)[0, 1].copy_(torch.arange(11.0))
+
+
+def _held(p: Any) -> None:
+    """A view that lasts sees what its tensor becomes."""
+    row = p[1]
+    p.mul_(3)
+    row.add_(1)
+    p.mul_(2)
+    p[0] = row.sum()
+
+
+def _smallest_to_zero(p: Any) -> None:
+    p.mul_(p.abs() > p.abs().flatten().kthvalue(20).values)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "a row": lambda p: p[1].mul_(2),
+    "rows": lambda p: p.data[1:4].mul_(2),
+    "columns": lambda p: p[:, :2].mul_(2),
+    "narrow": lambda p: p.narrow(0, 3, 4).fill_(2.0),
+    "flat": lambda p: p.view(-1)[3:9].mul_(2),
+    "chunk": lambda p: p.chunk(2)[0].mul_(2),
+    "diagonal": lambda p: p.diagonal().add_(1.0),
+    "turned": lambda p: p.t()[1].zero_(),
+    "set a row": _set_row,
+    "set a column": _set_column,
+    "set what a mask chooses": _set_masked,
+    "set rows that a mask chooses": _set_rows_masked,
+    "set by numbers": _set_at,
+    "each row": _rows,
+    "views of views": _views_of_views,
+    "a view that lasts": _held,
+    "the smallest to zero": _smallest_to_zero,
+    "index_copy_": lambda p: p.index_copy_(0, torch.tensor([1, 8]), torch.ones(2, 5)),
+    "tril_": lambda p: p.tril_(),
+    "renorm_": lambda p: p.renorm_(2, 0, 0.5),
+    "a pending sum": lambda p: p[0].copy_(p.sum(0).fill_(2.0)),
+    "fill_diagonal_": lambda p: p.fill_diagonal_(7.0),
+    "eye_": nn.init.eye_,
+}
+
+
+def _written(rank: int) -> dict[tuple[str, int], Tensor]:
+    complete_dtensor_ops(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[tuple[str, int], Tensor] = {}
+    for name, write in WRITES.items():
+        for dim in (0, 1):
+            parameter: Any = nn.Parameter(distribute_tensor(WHOLE.clone(), mesh, [Shard(dim)]))
+            with torch.no_grad():
+                write(parameter)
+            assert parameter.placements == (Shard(dim),)
+            found[name, dim] = parameter.detach().full_tensor()
+    return found
+
+
+def test_what_is_written_into_a_part_is_in_the_parameter(ranks: RankPool) -> None:
+    for found in ranks.run(_written, world=2):
+        for (name, dim), ours in found.items():
+            WRITES[name](wanted := WHOLE.clone())
+            torch.testing.assert_close(ours, wanted, msg=lambda text, of=(name, dim): f"{of}: {text}")
+
+
+OTHER = WHOLE * 2 + torch.arange(5.0)
+READS: dict[str, Callable[[Any], Any]] = {
+    "parts": lambda p: (
+        p[1].square().sum() + p.view(-1)[3:20].abs().sum() + p.chunk(2)[1].norm() + p.unbind(1)[2].sum()
+    ),
+    "what a mask chooses": lambda p: (
+        p[p > 0.1].sum() + p[p[:, 1] > 0].mean() + p.masked_select(p > 1).square().sum()
+    ),
+    "gather of fewer rows": lambda p: p.gather(1, torch.tensor([[1], [2]])),
+    "the k-th smallest": lambda p: p.abs().flatten().kthvalue(20).values,
+    "mse_loss": lambda p: F.mse_loss(p, OTHER),
+    "smooth_l1_loss": lambda p: F.smooth_l1_loss(p, OTHER),
+    "huber_loss": lambda p: F.huber_loss(p, OTHER, delta=0.3),
+    "soft_margin_loss": lambda p: F.soft_margin_loss(p, OTHER.sign()),
+    "binary_cross_entropy": lambda p: F.binary_cross_entropy(p.sigmoid(), OTHER.sigmoid()),
+    "binary_cross_entropy_with_logits": lambda p: F.binary_cross_entropy_with_logits(p, OTHER.sigmoid()),
+    "cosine_embedding_loss": lambda p: F.cosine_embedding_loss(p, OTHER, OTHER[:, 0].sign()),
+    "norms of columns": lambda p: p.norm(dim=0).sum(),
+    "norms of rows": lambda p: p.norm(dim=1).sum(),
+    "norms in a row": lambda p: torch.stack([p.norm(), (p * p).norm()]).sum(),
+    "the largest": lambda p: p.norm(p=float("inf")) - p.amin(),
+    "sums and the largest": lambda p: torch.cat([p.sum(0), p.amax(0)]).square().sum(),
+    "convolution": lambda p: F.conv1d(torch.ones(2, 5, 7), p[:, :, None]),
+    "transposed convolution": lambda p: F.conv_transpose1d(torch.ones(2, 11, 7), p[:, :, None], stride=2),
+    "group_norm": lambda p: F.group_norm(p[None].transpose(1, 2), 1)[0, 2, 3:].sum(),
+}
+
+
+def _read(p: Any, read: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Its value without a graph, and the gradient."""
+    with torch.no_grad():
+        value = read(p)
+    result = read(p.requires_grad_())
+    result.square().sum().backward()
+    return value, p.grad
+
+
+def _all_read(rank: int) -> dict[tuple[str, int], tuple[Any, ...]]:
+    complete_dtensor_ops(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[tuple[str, int], tuple[Any, ...]] = {}
+    for name, read in READS.items():
+        for dim in (0, 1):
+            values = _read(distribute_tensor(WHOLE.clone(), mesh, [Shard(dim)]), read)
+            found[name, dim] = tuple(v.full_tensor() if isinstance(v, DTensor) else v for v in values)
+    return found
+
+
+def test_what_is_read_and_its_gradient_are_of_the_whole(ranks: RankPool) -> None:
+    for found in ranks.run(_all_read, world=2):
+        for (name, dim), ours in found.items():
+            wanted = _read(WHOLE.clone(), READS[name])
+            torch.testing.assert_close(ours, wanted, msg=lambda text, of=(name, dim): f"{of}: {text}")
+
+
+def _without_versions(rank: int) -> Any:
+    complete_dtensor_ops(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.inference_mode():
+        part = (distribute_tensor(WHOLE, mesh, [Shard(0)]) * 2)[3]
+        return (part * 2).full_tensor()  # type: ignore[attr-defined]
+
+
+def test_parts_in_inference_mode(ranks: RankPool) -> None:
+    for found in ranks.run(_without_versions, world=2):
+        torch.testing.assert_close(found, WHOLE[3] * 4)
