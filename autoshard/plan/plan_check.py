@@ -250,6 +250,10 @@ class Ways:
         if bool(operand.transfers) != (operand.turn is not None):
             count = len(operand.transfers)
             return [f"it reads {operand.source} through {count} steps, with turn {operand.turn}"]
+        if operand.starts and not _starts_in_time(operand):
+            return [
+                f"it reads {operand.source} in turn {operand.turn}, with collectives from {operand.starts}"
+            ]
         try:
             steps = operand.steps(value.layout)
         except ValueError as error:
@@ -279,6 +283,14 @@ def turn_problems(records: Sequence[NodeRecord]) -> Iterator[str]:
                 )
             mine = max(mine, before, operand.turn or NO_TURN)
         latest[record.name] = mine
+
+
+def _starts_in_time(operand: OperandRecord) -> bool:
+    """Whether all collectives but the last have a place, one before the next, and room for one in flight."""
+    moving = sum(transfer.step.kind is not None for transfer in operand.transfers)
+    places = [*(place for place, _ in operand.starts), operand.turn[1] if operand.turn else -1]
+    rising = all(before < after for before, after in itertools.pairwise(places))
+    return rising and len(places) == moving and all(most > 0 for _, most in operand.starts)
 
 
 def _communicates(operand: OperandRecord) -> bool:

@@ -93,6 +93,11 @@ def before_what_it_needs(data: dict[str, Any]) -> None:
         operand["turn"][1] = 1000 - operand["turn"][1]
 
 
+def starts_late(data: dict[str, Any]) -> None:
+    operand = moving(data)
+    operand["starts"] = [[operand["turn"][1] + 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -107,6 +112,7 @@ def before_what_it_needs(data: dict[str, Any]) -> None:
         (no_turn, "with turn None"),
         (turn_of_nothing, "through 0 steps"),
         (third_phase, "turn"),
+        (starts_late, "with collectives from"),
         (before_what_it_needs, "computed from what comes in turn"),
     ],
 )

@@ -112,8 +112,8 @@ class Classes(nn.Module):
         return self.head(self.blocks(x)).log_softmax(-1)[:, 0].mean()
 
 
-@pytest.mark.parametrize("share", [0.8, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_what_is_predicted_of_a_compiled_program_is_alive(share: float) -> None:
+@pytest.mark.parametrize(("share", "above"), [(0.8, 1.15), pytest.param(1.0, 1.2, marks=pytest.mark.slow)])
+def test_what_is_predicted_of_a_compiled_program_is_alive(share: float, above: float) -> None:
     """Inductor's own order of ops had norms of all layers computed again before the first product of the backward. What
     it writes over what a phase made itself is not known: here the log-softmax over its operand."""
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def test_what_is_predicted_of_a_compiled_program_is_alive(share: float) -> None:
     walk = memory_walk(phases, fused_traffic, workspaces=workspaces_on("cpu", fused_traffic))
     states = sum(value.nbytes for value in walk.values if value.kind == "optimizer")
     most = max(measured(phases, "inductor").values())
-    assert 0.97 * most <= walk.peak.nbytes - states <= 1.15 * most
+    assert 0.97 * most <= walk.peak.nbytes - states <= above * most
 
 
 def kinds(step: MemoryStep) -> dict[str, int]:
