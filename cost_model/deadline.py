@@ -84,6 +84,12 @@ class Deadline:
         return replace(self, at=at, last=min(self.last, at + FIRST_PLAN_SECONDS))
 
     @property
+    def of_each_part(self) -> Deadline:
+        """Of one of several parts that all need a plan: with a remainder of its own, if there is any."""
+        own = max(self.at, time.monotonic()) + FIRST_PLAN_SECONDS
+        return replace(self, last=max(self.last, own) if math.isfinite(self.last) else self.last)
+
+    @property
     def as_part(self) -> Deadline:
         """Of the search of a part."""
         return replace(self, of_part=True)

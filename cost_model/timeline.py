@@ -3,17 +3,16 @@
 Each stream runs its events in the order they were issued. An event starts when its stream is free and
 all events it comes `after` have ended; waiting for a collective is a computing event, of no length, that
 comes after it. Groups within a host and groups between hosts use other wires, and communication libraries run them in
-streams of their own: they do not slow each other down.
+streams of their own.
 
-Computing and communicating slow each other down. With an overlap efficiency e, a computation of a
+Streams that are busy at once slow each other down. With an overlap efficiency e, a computation of a
 seconds and a communication of b seconds that start together take
 
     a + b - e * min(a, b)
 
 so e = 1 is free overlap and e = 0 gains nothing over one after the other. A communication may have an e of its own,
-such as 0 where it is waited for as it starts. As a fluid: while both are
-busy, each proceeds at the rate 1 / (2 - e); alone, at 1. Beside communication over several links computing proceeds at
-the least of these rates.
+such as 0 where it is waited for as it starts. As a fluid: while k streams are
+busy, each proceeds at the rate 1 / (k - (k - 1) e); alone, at 1.
 
     e = 0.5, compute 2 s, communication 1 s:  both at 2/3 until 1.5 s, then compute alone for the
                                               last 1 s: 2.5 s
@@ -21,8 +20,9 @@ the least of these rates.
 *Invariants*, with S the seconds of all events together
 
 - max(seconds of a stream, longest chain of events) <= seconds <= S;
-- seconds = S where e = 0 and all is over one link: one of the streams always has something to do;
-- of any link, seconds >= (1 - e) (all computing and all of its communication) + e (longest chain of events);
+- seconds = S where e = 0: one of the streams always has something to do;
+- seconds >= (1 - e) S + e (longest chain of events): at any time the share (1 - e) of what all streams get done and the
+  share e of what the fastest does are 1 together;
 - seconds never falls when an event gets longer or e gets smaller. (No way to let a stream idle on
   purpose overlaps more: the schedule that never waits without need is the shortest.)
 """
@@ -122,28 +122,25 @@ class _Run:
         self.start[head] = self.now
         return head
 
-    def _stretch(self, comm: int) -> float:
-        """Seconds for one second's worth of it and of computing, side by side."""
+    def _lost(self, comm: int) -> float:
+        """Of a second of it beside another stream, the share that hides nothing."""
         own = self.events[comm].efficiency
-        return 2.0 - (self.efficiency if own is None else own)
+        return 1.0 - (self.efficiency if own is None else own)
 
     def _advance(self, compute: int | None, comms: list[int]) -> None:
         """Advance until the first of the running events ends."""
         # The first event not finished has all it waits for, so one of the streams always runs.
         assert compute is not None or comms
-        stretches = [1.0 if compute is None else self._stretch(comm) for comm in comms]
-        running = list(zip(comms, stretches, strict=True))
-        if compute is not None:
-            running.append((compute, max(stretches, default=1.0)))
-        elapsed = min(self.left[i] * stretch for i, stretch in running)
+        running = comms if compute is None else [*comms, compute]
+        lost = [self._lost(comm) for comm in comms]
+        stretch = 1.0 + sum(lost) - (max(lost) if compute is None else 0.0)
+        work = min(self.left[i] for i in running)
+        elapsed = work * stretch
         self.now += elapsed
-        for i, stretch in running:
-            # What ends now ends in full: no rounding keeps a rest of it.
-            ends = self.left[i] * stretch <= elapsed
-            self.left[i] = 0.0 if ends else self.left[i] - elapsed / stretch
-            if ends:
+        for i in running:
+            self.left[i] -= work
+            if self.left[i] <= 0.0:
                 self.end[i] = self.now
                 self.queues[self.events[i].queue].pop()
-        lost = elapsed if compute is None else elapsed * (1.0 - 1.0 / running[-1][1])
         for comm in comms:
-            self.exposed[comm] += lost / len(comms)
+            self.exposed[comm] += (elapsed - (0.0 if compute is None else work)) / len(comms)

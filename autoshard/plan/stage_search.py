@@ -195,7 +195,7 @@ class StageSearch:
         others = max(1, sum(self.alone[stage:]))
         # Time for what comes after the searches, but plans of stages that are alike, as a share of that for
         # one.
-        return self.deadline.earlier(alike * self.took).share(1.0 / (others + 0.25)).as_part
+        return self.deadline.earlier(alike * self.took).share(1.0 / (others + 0.25)).of_each_part.as_part
 
     def _searched(self, task: Task, stage: int, until: Deadline) -> Plan:
         if self.search is not None:

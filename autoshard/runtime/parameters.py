@@ -5,7 +5,7 @@ Ops that torch lacks or answers for one shard, and that ordinary scripts apply t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from autoshard.runtime.optimizers import adopt, live_optimizers, retire, shard_w
 from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
 from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
-from autoshard.runtime.whole_ops import as_strided, convolved, on_whole
+from autoshard.runtime.whole_ops import as_strided, convolved, on_whole, whole_on
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
@@ -52,11 +52,13 @@ or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or 
 _FILLS = (aten.fill_.Scalar, aten.fill_.Tensor)
 
 
-def complete_dtensor_ops(device: torch.device) -> None:
+def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()) -> None:
     """From now on, in this process: a number read of a DTensor is that of the whole tensor, `copy_` and `p.data = ...`
     take whole tensors, a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses are,
     a pending sum is summed before an op that needs all of it writes into it, and optimizers update shards as if they
-    were plain. device: of the parameters."""
+    were plain. device: of the parameters. meshes: on which ops that torch errs on or refuses are of whole tensors; on
+    others a script's own DTensors may have torch's answers."""
+    whole_on(meshes)
     for op in _OF_WHOLE:
         handle_dtensor_op(op, _of_whole)
     handle_dtensor_op(aten.copy_.default, _copy)
@@ -138,7 +140,7 @@ def place_parameters(model: nn.Module, mesh: DeviceMesh, places: Mapping[str, Pl
     step, states. Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
     that no parameter has, or placements that its shape or the mesh does not allow.
     """
-    complete_dtensor_ops(local_device(mesh))
+    complete_dtensor_ops(local_device(mesh), {mesh, *(place.mesh for place in places.values())})
     plans = _plans(model, mesh, places)
     whole = [plan.old for plan in plans if not isinstance(plan.old, DTensor) and not plan.old.is_meta]
     stale = differing([p.detach() for p in whole], mesh)

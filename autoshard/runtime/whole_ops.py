@@ -6,11 +6,12 @@ torch gives `p[1]`, where rows are split, as a copy: what is written into it wou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
@@ -23,6 +24,19 @@ from passes.ir.torch_dtensor import dtensor_from, local_of, memory_of, sharding_
 aten = torch.ops.aten
 
 _log = logging.getLogger("autoshard")
+
+
+_OURS: set[DeviceMesh] = set()
+"""Meshes of parallel models in this process, as torch's dispatcher, which asks here, is the process's."""
+
+
+def whole_on(meshes: Iterable[DeviceMesh]) -> None:
+    """Ops of DTensors on these are answered here."""
+    _OURS.update(meshes)
+
+
+def _is_ours(values: Any) -> bool:
+    return any(value.device_mesh in _OURS for value in _dtensors(values))
 
 
 class PartOfWhole(DTensor):
@@ -65,7 +79,7 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
     """The op of whole tensors where torch refuses it on shards, or would write into a copy; else what torch finds."""
     given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     written = _written(op, args, kwargs)
-    if not given:
+    if not _is_ours(given):
         return NotImplemented
     if op._schema.is_mutable and not written:  # into a plain tensor: what it is given is whole
         return _whole(op, args, kwargs, written)
@@ -131,7 +145,9 @@ def _errs(op: Any, args: tuple[Any, ...]) -> bool:
 
 def convolved(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Convolutions, of whole operands: torch's are of ranks that have all channels, and refuse plain operands."""
-    return lambda op, args, kwargs: _whole(op, args, kwargs, [])
+    return lambda op, args, kwargs: (
+        _whole(op, args, kwargs, []) if _is_ours((args, kwargs)) else plain(op, args, kwargs)
+    )
 
 
 def _is_pending(value: DTensor) -> bool:
@@ -147,6 +163,8 @@ def as_strided(plain: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return plain(op, args, kwargs)
         except RuntimeError:
+            if not _is_ours((args, kwargs)):
+                raise
             return _view(op, args, kwargs)
 
     return of_whole

@@ -7,8 +7,8 @@ Whatever the order of its collectives, a phase takes at least, for every i < j,
     + communication awaited or for the end only, of values made after mark j, over any one link
 
 that is the bound of a two-machine flow shop [Johnson 1954] for a graph whose ends have nothing to hide behind. Of
-computing and communicating that slow each other down only a share hides: then it takes that share of the longest path
-and for the rest the longer of it and of all computing with what is over one link (`cost_model.timeline`).
+streams that slow each other down only a share hides: then it takes that share of the longest path and the rest of all
+seconds (`cost_model.timeline`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class PhaseOverlap:
 
 
 def phase_paths(overlaps: Sequence[PhaseOverlap], links: int = 1) -> tuple[Array, ...]:
-    """Groups of float64[paths, kinds], one or two for each phase: what each path holds of the phase's seconds less all
-    of them, times its share.
+    """Per phase float64[paths, kinds]: what each path holds of the phase's seconds less all of them, times the
+    efficiency.
 
-    The seconds of a phase are those of all its kinds and of each of its groups the largest of `paths @ totals`, which
-    is what hides, negative. The first path of a group is the one of all computing.
+    The seconds of a phase are those of all its kinds and the largest of `paths @ totals`, which is what hides,
+    negative. The first path is the one of all computing.
     """
-    return tuple(group for phase, overlap in enumerate(overlaps) for group in _groups(phase, overlap, links))
+    return tuple(_paths(phase, overlap, links) for phase, overlap in enumerate(overlaps))
 
 
 def phase_seconds(totals: Array, overlaps: Sequence[PhaseOverlap]) -> list[float]:
@@ -70,9 +70,7 @@ def corrected(
 def _seconds(totals: Array, phase: int, overlap: PhaseOverlap) -> float:
     rows, hidden = _rows(phase, LINKS)
     longest = float((rows @ totals + (1.0 - overlap.awaited) * (hidden @ totals)).max())
-    least = max(longest, float((_without_hiding(phase, LINKS) @ totals).max()))
-    hides = overlap.efficiency * longest + (1.0 - overlap.efficiency) * least
-    return float(totals[kinds_of_phase(phase)].sum()) + hides + overlap.extra
+    return float(totals[kinds_of_phase(phase)].sum()) + overlap.efficiency * longest + overlap.extra
 
 
 def _corrected(totals: Array, phase: int, overlap: PhaseOverlap, wanted: float) -> PhaseOverlap:
@@ -101,13 +99,9 @@ def _root(falling: Callable[[float], float], wanted: float) -> float:
     return round(high, 9)
 
 
-def _groups(phase: int, overlap: PhaseOverlap, links: int) -> list[Array]:
+def _paths(phase: int, overlap: PhaseOverlap, links: int) -> Array:
     rows, hidden = _rows(phase, links)
-    paths = _once(rows + (1.0 - overlap.awaited) * hidden)
-    found = [overlap.efficiency * paths]
-    if links > 1 and overlap.efficiency < 1.0:
-        found.append((1.0 - overlap.efficiency) * np.concatenate([_without_hiding(phase, links), paths]))
-    return found
+    return overlap.efficiency * _once(rows + (1.0 - overlap.awaited) * hidden)
 
 
 def _once(rows: Array) -> Array:
@@ -141,16 +135,6 @@ def _rows(phase: int, links: int) -> tuple[Array, Array]:
         hidden.append(np.zeros(KINDS))
     both = _once(np.concatenate([np.array(rows) - _all(phase), np.array(hidden)], axis=1))
     return both[:, :KINDS], both[:, KINDS:]
-
-
-@cache
-def _without_hiding(phase: int, links: int) -> Array:
-    """float64[links, kinds]: all computing and what is over one link, less all seconds of the phase."""
-    rows = np.zeros((links, KINDS))
-    for link, row in enumerate(rows):
-        _mark(row, phase, COMPUTING, range(SEGMENTS), [link])
-        _mark(row, phase, MOVING, range(SEGMENTS), [link])
-    return rows - _all(phase)
 
 
 def _all(phase: int) -> Array:

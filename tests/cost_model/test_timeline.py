@@ -106,7 +106,7 @@ def test_between_the_longest_chain_and_one_after_the_other(events: Events, effic
     assert longest_chain(events) - SLACK <= seconds <= total + SLACK
 
 
-@given(programs())
+@given(ANY)
 def test_the_ends_of_efficiency(events: Events) -> None:
     total = of_stream(events, "compute") + of_stream(events, "comm")
     assert Timeline.of(events, 0.0).seconds == pytest.approx(total)
@@ -114,14 +114,12 @@ def test_the_ends_of_efficiency(events: Events) -> None:
 
 
 @given(ANY, EFFICIENCIES)
-def test_no_step_is_shorter_than_its_chain_and_one_link(events: Events, efficiency: float) -> None:
-    computing, shared = of_stream(events, "compute"), 1.0 - efficiency
-    least = [
-        shared * (computing + sum(e.seconds for e in events if e.queue == ("comm", link)))
-        + efficiency * longest_chain(events)
-        for link in range(3)
-    ]
-    assert Timeline.of(events, efficiency).seconds >= max(least) - SLACK
+def test_no_step_is_shorter_than_what_hides_of_its_chain_and_the_rest_of_all(
+    events: Events, efficiency: float
+) -> None:
+    total = of_stream(events, "compute") + of_stream(events, "comm")
+    least = (1.0 - efficiency) * total + efficiency * longest_chain(events)
+    assert Timeline.of(events, efficiency).seconds >= least - SLACK
 
 
 @given(ANY, EFFICIENCIES)
@@ -176,11 +174,11 @@ def test_a_communication_may_have_an_efficiency_of_its_own() -> None:
 
 
 def test_links_run_side_by_side() -> None:
-    """By hand: at e = 0.5 all three at 2/3 until 1.5 s, then computing and one link until 3 s, then it alone."""
+    """By hand: at e = 0.5 all three at 1/2 until 2 s, then computing and one link at 2/3 until 3.5 s, then it alone."""
     events = [Event("in", "comm", 1.0), Event("out", "comm", 3.0, link=1), Event("x", "compute", 2.0)]
     timeline = Timeline.of(events, 0.5)
-    assert timeline.end == pytest.approx((1.5, 4.0, 3.0))
-    assert timeline.exposed == pytest.approx((0.25, 0.25 + 0.5 + 1.0, 0.0))
+    assert timeline.end == pytest.approx((2.0, 4.5, 3.5))
+    assert timeline.exposed == pytest.approx((0.5, 0.5 + 0.5 + 1.0, 0.0))
 
 
 def test_nonsense_is_refused() -> None:

@@ -183,7 +183,7 @@ def test_what_has_no_plan_in_as_many_micro_batches_has_one_in_others(monkeypatch
     asked = Workload(given(), 8, 0, MACHINE, 2)
     flops = model_flops(asked.captured().joint)
     run, _ = best_run(asked, {"dp": 2}, [4, "auto", 8])
-    assert (run, [count for count, _ in tried]) == (Run(2.0, 7, flops, 1.0), [4, "auto"])
+    assert (run, [count for count, _ in tried]) == (Run(2.0, 3, 4, flops, 1.0), [4, "auto"])
     with pytest.raises(InfeasibleError, match="none in 2"):
         best_run(asked, {"dp": 2}, [4, 2])
     assert all(one is asked.captured() for _, one in tried)

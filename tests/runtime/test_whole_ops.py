@@ -103,8 +103,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 def _written(rank: int) -> dict[tuple[str, int], Tensor]:
-    complete_dtensor_ops(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2,))
+    complete_dtensor_ops(torch.device("cpu"), [mesh])
     found: dict[tuple[str, int], Tensor] = {}
     for name, write in WRITES.items():
         for dim in (0, 1):
@@ -161,8 +161,8 @@ def _read(p: Any, read: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def _all_read(rank: int) -> dict[tuple[str, int], tuple[Any, ...]]:
-    complete_dtensor_ops(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2,))
+    complete_dtensor_ops(torch.device("cpu"), [mesh])
     found: dict[tuple[str, int], tuple[Any, ...]] = {}
     for name, read in READS.items():
         for dim in (0, 1):
@@ -179,8 +179,8 @@ def test_what_is_read_and_its_gradient_are_of_the_whole(ranks: RankPool) -> None
 
 
 def _without_versions(rank: int) -> Any:
-    complete_dtensor_ops(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2,))
+    complete_dtensor_ops(torch.device("cpu"), [mesh])
     with torch.inference_mode():
         part = (distribute_tensor(WHOLE, mesh, [Shard(0)]) * 2)[3]
         return (part * 2).full_tensor()  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from passes.search.agree import agreed
 from passes.search.judged_choice import Judgement
 from passes.search.overlapped import solve_overlapped
 from passes.search.phase_paths import PhaseOverlap, phase_paths
-from passes.search.search_space import CostKinds, SearchSpace
+from passes.search.search_space import CostKinds, Edge, SearchSpace
 from passes.search.step_kinds import KINDS
 from passes.solver.problem import Array, Problem, Solution
 from tests.models import Example, TwoLinear, llama, vit
@@ -37,7 +37,7 @@ class Space:
     """One op that computes 10 or 4 seconds, behind a gather of 0 or 8, both in the bulk of the forward."""
 
     problem: Problem = field(default_factory=lambda: PROBLEM)
-    edges: tuple[int, ...] = ()
+    edges: tuple[Edge, ...] = ()
     trained: tuple[int, ...] = ()
     alone: None = None
 
@@ -53,7 +53,7 @@ class Space:
 
 def searched(seconds: dict[tuple[int, ...], float], edges: int = 0) -> Any:
     """What is found where the timeline says these seconds of the two choices."""
-    space = Space(edges=(0,) * edges)
+    space = Space(edges=(Edge(0, 0, 0, None),) * edges)
     judge = lambda choice: Judgement((seconds[cast(tuple[int, ...], choice)], 0.0, 0.0), 0)
     return agreed(cast(SearchSpace, space), 1.0, judge, Deadline.after(60.0))
 

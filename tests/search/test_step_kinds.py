@@ -121,7 +121,7 @@ def test_gathers_over_two_links_hide_side_by_side(joint: JointGraph) -> None:
     assert counted(kinds, ops, reads, ALL) >= 1.2 * whole
     assert counted(kinds, ops, reads, ALL, {last[0]: 1}) == pytest.approx(whole)
     half = (PhaseOverlap(0.5), ALL[1])
-    assert counted(kinds, ops, reads, half, {last[0]: 1}) == pytest.approx(0.5 * whole + 0.5 * 1.6 * whole)
+    assert counted(kinds, ops, reads, half, {last[0]: 1}) == pytest.approx(0.5 * 2.2 * whole + 0.5 * whole)
 
 
 @pytest.mark.parametrize("links", [1, 2])
