@@ -109,7 +109,7 @@ class Redistributor:
     def _links(self) -> dict[frozenset[str], int]:
         """Axes of groups -> the number of their link, from 0 on."""
         axes = self.mesh.real_axes()
-        groups = [set_ for n in range(1, len(axes) + 1) for set_ in itertools.combinations(axes, n)]
+        groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
         links = {frozenset(group): self._link(group) for group in groups}
         numbers = {link: number for number, link in enumerate(sorted(set(links.values())))}
         return {group: numbers[link] for group, link in links.items()}
