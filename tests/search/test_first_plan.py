@@ -100,3 +100,11 @@ def test_shares_have_what_is_left_of_the_remainder(clock: Clock) -> None:
     assert half.over and ends.share(0.5).last == 105.0
     clock.now = 130.0
     assert ends.share(0.5).last <= ends.last == 140.0
+
+
+def test_each_of_several_stages_has_a_remainder(clock: Clock) -> None:
+    """Once those before it have plans, however late that is; what needs no plan has none."""
+    ends = Deadline.after(SECONDS)
+    clock.now = LAST - 1.0
+    assert ends.of_each_part.last == LAST - 1.0 + FIRST_PLAN_SECONDS
+    assert ends.firm.of_each_part.over and ends.firm.of_each_part.last == ends.firm.last
