@@ -28,7 +28,8 @@ class Watch(Protocol):
 class Deadline:
     """at: on the clock of `time.monotonic`. watch: of the search that must have ended then; deadlines made of this one
     have it, too. of_part: what is found is a part of an answer, of which the watch does not hear. last: until when a
-    first plan may be looked for if none was found until `at`: no deadline made of this one is later.
+    first plan may be looked for if none was found until `at`: no deadline made of this one is later, but those of
+    `of_each_part`.
     """
 
     at: float

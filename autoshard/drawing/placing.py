@@ -85,6 +85,7 @@ def _pairs(groups: Sequence[Group]) -> list[tuple[int, int]]:
     ]
 
 
+GAP = 18.0
 LANE_WIDTH = 6.0
 
 
@@ -202,4 +203,4 @@ def _weight(width: float, other: float) -> float:
 
 
 def _apart(row: Sequence[int], wide: dict[int, float]) -> list[float]:
-    return [(wide[a] + wide[b]) / 2 + 18.0 for a, b in itertools.pairwise(row)]
+    return [(wide[a] + wide[b]) / 2 + GAP for a, b in itertools.pairwise(row)]

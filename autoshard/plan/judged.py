@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
-from torch import fx
 
 from autoshard.plan.plan_content import PlanContent
 from cost_model.collectives import BucketedPrices, CollectivePrices
@@ -17,9 +14,7 @@ from cost_model.memory import ADAMW, Axes, Optimizer, reserve_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
-from passes.ir.joint import JointGraph, first_value, tensor_operands
-from passes.ir.op_traits import fuses, is_product, is_reduction, is_view, storage_root
-from passes.ir.op_work import reads_values
+from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment
 from passes.plan.decide import decide
 from passes.plan.planned_graph import Collective, PlannedGraph
@@ -29,7 +24,8 @@ from passes.redistribution.redistribute import Redistributor
 from passes.search.corrected_rows import Held
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
-from passes.strategies.traffic import OpTraffic, TrafficModel, eager_traffic, fused_traffic, grouped_traffic
+from passes.strategies.traffic import TrafficModel, eager_traffic, fused_traffic, grouped_traffic
+from passes.strategies.uncompiled_traffic import uncompiled_traffic
 
 
 @dataclass(frozen=True)
@@ -226,59 +222,3 @@ def over_link(
         profile = with_timed_collectives(profile, mesh, timed.collectives)
         timed = replace(timed, collectives=())
     return scaled_link(profile, level, factor), timed
-
-
-def uncompiled_traffic(node: fx.Node) -> OpTraffic:
-    """The model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
-    one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
-    and stores what is read elsewhere; products and all else that does not fuse read and store everything, but that a
-    bias is added within its product.
-
-    For predictions of runs of others: a model written so that each line is one call.
-    """
-    if is_view(node):
-        return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
-    line = _own_kernel(node)
-    reads = tuple(
-        read
-        and (line is None or (_own_kernel(storage_root(operand)) != line and _reads_first(node, operand)))
-        for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
-    )
-    return OpTraffic(reads, writes=line is None or any(_own_kernel(user) != line for user in _readers(node)))
-
-
-def _own_kernel(node: fx.Node) -> tuple[object, ...] | None:
-    """What nodes of one kernel of torch have in common; None: the node is a kernel of its own."""
-    if not (fuses(node) or is_reduction(node) or _has_bias(node)):
-        return None
-    line = _of_line(node)
-    return line if line[-1] else None
-
-
-def _of_line(node: fx.Node) -> tuple[object, ...]:
-    return tuple(node.meta.get(key) for key in ("phase", "module", "source"))
-
-
-def _has_bias(node: fx.Node) -> bool:
-    """Whether a bias is added to a product where it is called, and nothing else reads it."""
-    if not is_product(node):
-        return False
-    readers = list(_readers(node))
-    return (
-        len(readers) == 1
-        and readers[0].target is torch.ops.aten.add.Tensor
-        and _of_line(readers[0]) == _of_line(node)
-        and any(first_value(operand).ndim == 1 for operand in tensor_operands(readers[0]))
-    )
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads the value, directly or through views."""
-    for user in node.users:
-        yield from _readers(user) if is_view(user) else (user,)
-
-
-def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether `node`, among the nodes of one line that read a value, is the one for which it is counted."""
-    line = _own_kernel(node)
-    return next(reader for reader in _readers(storage_root(operand)) if _own_kernel(reader) == line) is node

@@ -146,9 +146,8 @@ class Redistributor:
 
         Equal to `plan`'s seconds (up to the order of adding) if prices never fall with bytes.
         """
-        return self._matrix(
-            srcs, dsts, shape, itemsize, deadline, lambda space, rows: space.distances(rows, deadline)
-        )
+        apart = lambda space, rows: space.distances(rows, deadline)[None]
+        return self._matrices(srcs, dsts, shape, itemsize, deadline, apart)[0]
 
     def by_link(
         self,
@@ -161,46 +160,36 @@ class Redistributor:
         """`matrix` over each link; what is impossible is so over the first. Raises OutOfTime."""
         if self.link_count == 1:
             return [self.matrix(srcs, dsts, shape, itemsize, deadline)]
-        return [
-            self._matrix(
-                srcs,
-                dsts,
-                shape,
-                itemsize,
-                deadline,
-                lambda space, rows, number=number: self._apart(space, rows, deadline)[number],
-                np.inf if number == 0 else 0.0,
-            )
-            for number in range(self.link_count)
-        ]
+        apart = lambda space, rows: self._apart(space, rows, deadline)
+        return list(self._matrices(srcs, dsts, shape, itemsize, deadline, apart))
 
     def _apart(self, space: PricedUniverse, rows: list[int], deadline: Deadline) -> Floats:
         links = np.array([0 if key is None else self.link(key[1]) for key in space.universe.prices])
         return space.by_link(rows, links[space.universe.price], self.link_count, deadline)
 
-    def _matrix(
+    def _matrices(
         self,
         srcs: Sequence[Layout],
         dsts: Sequence[Layout],
         shape: Sequence[int],
         itemsize: int,
         deadline: Deadline,
-        of: Callable[[PricedUniverse, list[int]], Floats],
-        otherwise: float = np.inf,
+        apart: Callable[[PricedUniverse, list[int]], Floats],
     ) -> Floats:
-        """of: [sources, states] seconds from these states."""
-        seconds = np.full((len(srcs), len(dsts)), otherwise)
+        """[links, srcs, dsts], of [links, sources, states] seconds `apart` from these states."""
         if not len(srcs) or not len(dsts):
-            return seconds
+            return np.zeros((self.link_count, len(srcs), len(dsts)))
         space = self._space((*srcs, *dsts), tuple(shape), itemsize, deadline)
         self._asked.setdefault((tuple(shape), itemsize), {}).setdefault(frozenset((*srcs, *dsts)))
         rows = [space.state(src) for src in srcs]
         columns = [space.state(dst) for dst in dsts]
         known_rows = [i for i, row in enumerate(rows) if row is not None]
         known = [j for j, column in enumerate(columns) if column is not None]
-        distances = of(space, [row for row in rows if row is not None])
+        found = apart(space, [row for row in rows if row is not None])
+        seconds = np.zeros((len(found), len(srcs), len(dsts)))
+        seconds[0] = np.inf
         targets = [column for column in columns if column is not None]
-        seconds[np.ix_(known_rows, known)] = distances[:, targets]
+        seconds[np.ix_(range(len(found)), known_rows, known)] = found[:, :, targets]
         return seconds
 
     def _plan(self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> Redistribution:

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autoshard.plan.judged import uncompiled_traffic
 from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value, node_values, tensor_operands
 from passes.strategies.traffic import eager_traffic
+from passes.strategies.uncompiled_traffic import uncompiled_traffic
 
 ROWS, WIDTH = 8, 16
 
