@@ -32,17 +32,28 @@ class Prefetch:
         """Per group its depth and place, see `passes.schedule.issue_order.Ahead`. reductions: over each link, rising,
         the place of each and its seconds."""
         found: list[tuple[int, Place]] = []
-        for i, depth in enumerate(self._depths()):
+        over = [self._arriving(each) for each in reductions]
+        for i, (depth, start) in enumerate(self._depths()):
             place = self._behind_awaited(i, place_behind(self.read, i, depth), awaited)
-            found.append(self._before_reductions(i, depth, place, reductions[self._link(i)]))
+            found.append(self._before_reductions(i, depth, place, start, over[self._link(i)]))
+        return found
+
+    def _arriving(self, reductions: Sequence[tuple[Place, float]]) -> list[tuple[Place, float]]:
+        """When each has arrived, if one link has them alone: each waits for the one before it."""
+        found: list[tuple[Place, float]] = []
+        end = 0.0
+        for place, seconds in reductions:
+            end = max(end, self.elapsed[(place[0] + 1) // 2]) + seconds
+            found.append((place, end))
         return found
 
     def _link(self, i: int) -> int:
         return self.links[i] if self.links else 0
 
-    def _depths(self) -> list[int]:
-        """So deep that each group has arrived when it is read, if all later ones have to as well."""
-        depths: list[int] = []
+    def _depths(self) -> list[tuple[int, float]]:
+        """So deep that each group has arrived when it is read, if all later ones have to as well; when it must start
+        for that."""
+        depths: list[tuple[int, float]] = []
         free: dict[int, float] = {}  # by link, until when it may be busy with others
         for i in reversed(range(len(self.read))):
             arrives = min(self.elapsed[self.read[i]], free.get(self._link(i), math.inf))
@@ -50,7 +61,7 @@ class Prefetch:
             depth = 1
             while depth <= i and self.elapsed[self.read[i - depth]] > start and self._fit(i, depth + 1):
                 depth += 1
-            depths.append(max(depth, PREFETCH) if math.isinf(self.room) else depth)
+            depths.append((max(depth, PREFETCH) if math.isinf(self.room) else depth, start))
         return depths[::-1]
 
     def _fit(self, i: int, depth: int) -> bool:
@@ -73,16 +84,15 @@ class Prefetch:
         return place
 
     def _before_reductions(
-        self, i: int, depth: int, place: Place, reductions: Sequence[tuple[Place, float]]
+        self, i: int, depth: int, place: Place, start: float, reductions: Sequence[tuple[Place, float]]
     ) -> tuple[int, Place]:
         """Before a reduction that is on the wire when the group should be."""
-        latest = self._latest(i)
-        for reduced, seconds in reversed(reductions):
+        for reduced, arrived in reversed(reductions):
             if reduced >= place:
                 continue
             position = (reduced[0] + 1) // 2
             deeper = i + 1 - bisect_left(self.read, position)
-            if self.elapsed[position] + seconds <= latest or not self._fit(i, deeper):
+            if arrived <= start or not self._fit(i, deeper):
                 break
             depth, place = max(depth, deeper), (reduced[0], 0)
         return depth, place

@@ -32,7 +32,7 @@ from typing import Literal
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
-from passes.ir.op_traits import fuses, is_collective, is_piece, is_product, is_view
+from passes.ir.op_traits import fuses, is_collect, is_collective, is_piece, is_product, is_view
 from passes.ir.torch_dispatch import input_nodes
 
 TransferRole = Literal["at hand", "awaited", "ending"]
@@ -70,13 +70,14 @@ class PhaseRoles:
 
 
 def ops_that_end(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """Views, collectives and ops that fuse, among `ops`, that only the output and ops that end read. Other ops, the
-    gradient of an embedding for example, take time of their own: their operands are awaited."""
+    """Views, collectives and ops that fuse, among `ops`, that only the output and ops that end read, and what pieces
+    add to the whole, which is read behind all of them. Other ops, the gradient of an embedding for example, take time
+    of their own: their operands are awaited."""
     found: set[fx.Node] = set()
     for node in reversed(ops):
-        if (fuses(node) or is_view(node) or is_collective(node)) and all(
-            user.op == "output" or user in found for user in node.users
-        ):
+        light = fuses(node) or is_view(node) or is_collective(node)
+        read_last = all(user.op == "output" or user in found for user in node.users)
+        if is_collect(node) or (light and read_last):
             found.add(node)
     return found
 

@@ -69,3 +69,9 @@ def test_a_long_reduction_does_not_hold_up_a_gather() -> None:
     assert places([3, 4, 6], [0.1] * 3)[-1] == (2, (6, 0))
     assert places([3, 4, 6], [0.1] * 3, reductions=(((3, 1), 3.9),))[-1] == (3, (3, 0))
     assert places([3, 4, 6], [0.1] * 3, reductions=(((3, 1), 3.0),))[-1] == (2, (6, 0))
+
+
+def test_reductions_wait_for_each_other() -> None:
+    """Either of two seconds would have arrived by 6, from 2 and 3 on; one behind the other the second has not."""
+    assert places([3, 4, 6], [0.1] * 3, reductions=(((3, 1), 2.0), ((5, 1), 1.0)))[-1] == (2, (6, 0))
+    assert places([3, 4, 6], [0.1] * 3, reductions=(((3, 1), 2.0), ((5, 1), 2.0)))[-1] == (3, (5, 0))

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.ir.joint import JointGraph, ops_by_phase, tensor_operands
+from autoshard.planning import canonical_capture
+from passes.ir.joint import JointGraph, ops_by_phase, segments, tensor_operands
+from passes.ir.op_traits import is_collect
+from passes.micro_batches.cut_batch import cut_batch
 from passes.schedule.overlap import Overlap
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, hidden_reads
 from tests.schedule.by_hand import Script, order
@@ -127,6 +130,17 @@ def test_parts_of_a_gradient_are_ending() -> None:
     reads = {f"{total.name} {n.name}" for n in tensor_operands(total)}
     roles = roles_of(joint, 1)
     assert len(reads) == 2 and {roles[read] for read in reads} == {"ending"} and reads <= hiding(joint)
+
+
+def test_what_pieces_add_to_a_gradient_is_ending() -> None:
+    """Nothing reads the sum over the pieces in a piece. The last bias's is made of what the caller gives alone."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    joint = cut_batch(canonical_capture(model, (torch.randn(6, 4),), {}).joint, 2)
+    collects = [n for n in joint.graph.nodes if is_collect(n) and n.meta["phase"] == "backward"]
+    roles = PhaseRoles(segments(joint).backward)
+    assert len(collects) == 4 and {roles.of(n, n.all_input_nodes[0]) for n in collects} == {"ending"}
+    hidden = [n for n in collects if (n.name, 0) in hidden_reads(joint).ending]
+    assert [n.all_input_nodes[0].name for n in hidden] == ["contract_4", "sum_2", "contract_3"]
 
 
 def test_what_a_moved_read_brings_is_not_at_hand() -> None:
