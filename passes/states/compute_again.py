@@ -75,10 +75,11 @@ class Copies:
         return self.copies[node]
 
     def _base(self, operand: fx.Node) -> fx.Node:
-        """What a `use` of the forward is of: copies have uses of their own."""
-        while is_use(operand) and operand in self.forward:
-            (operand,) = operand.all_input_nodes
-        return operand
+        """What a `use` of the forward is of: copies have uses of their own, if not of one that pieces share."""
+        base = operand
+        while is_use(base) and base in self.forward:
+            (base,) = base.all_input_nodes
+        return operand if _is_before(operand) and base not in self.chosen else base
 
     def _missing(self, bases: Iterable[fx.Node]) -> set[fx.Node]:
         """The ops among `bases`, and what they need, that are to be copied and are not yet."""
@@ -123,12 +124,17 @@ class Copies:
                 reader.replace_input_with(value, use)
 
 
+def _is_before(use: fx.Node) -> bool:
+    """Whether pieces of a batch share it."""
+    return is_use(use) and use.meta.get("runs") == "before"
+
+
 def _shareable(node: fx.Node) -> bool:
     """A constant can be had in any layout for nothing."""
     if (
         node.op not in ("placeholder", "call_function")
         or node.target is torch.ops.aten.full.default
-        or is_use(node)
+        or (is_use(node) and not _is_before(node))
     ):
         return False
     return isinstance(node.meta.get("val"), torch.Tensor)

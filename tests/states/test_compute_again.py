@@ -12,6 +12,7 @@ from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph, ops_by_phase
 from passes.ir.op_traits import storage_root
 from passes.lower.phases import split_phases
+from passes.micro_batches.cut_batch import cut_batch
 from passes.simulate.reference import graph_values, reference_inputs
 from passes.states.compute_again import compute_again, copied_ops, runs_again
 from passes.states.offers import candidates
@@ -143,3 +144,20 @@ def test_views_of_a_value_that_is_shared_are_copied() -> None:
     joint, _ = joint_of("fused attention")
     again = compute_again(joint, [node.name for node in candidates(joint, ())])
     assert sum(name.startswith("select") for name in copied_ops(n.name for n in again.graph.nodes)) == 3
+
+
+def test_a_piece_gathers_a_weight_once_for_what_runs_again_and_its_gradient() -> None:
+    """Pieces share the weight as it is stored; in the backward of each both read one use of it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    joint = cut_batch(canonical_capture(model, (torch.randn(6, 4),), {}).joint, 2)
+    again = compute_again(joint, [node.name for node in candidates(joint, ())])
+    nodes = {node.name: node for node in again.graph.nodes}
+    weight, product = nodes["_2_weight"], nodes["contract_1_again"]
+    (stored,) = weight.users
+    (gathered,) = [operand for operand in product.all_input_nodes if stored in operand.all_input_nodes]
+    assert (stored.meta["runs"], gathered.meta["runs"], gathered.meta["phase"]) == (
+        "before",
+        "piece",
+        "backward",
+    )
+    assert len(gathered.users) == 2 and len(stored.users) == 2  # the forward's product reads it too
