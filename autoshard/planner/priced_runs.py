@@ -168,11 +168,12 @@ def _run_of(plan: Plan, captured: Captured) -> Run:
 
 
 def configured_run(asked: Workload, configuration: Configuration) -> Run:
-    """As it runs by the configuration. Of equal layers from two depths, as steps and their peaks are affine in it."""
+    """As it runs by the configuration. Of equal layers from two depths, as steps and their peaks are affine in it, from
+    so many on that no more is on its way at once."""
     model = asked.model
     looped = configuration.stages_a_rank(model.depth) if configuration.schedule == "interleaved" else 1
     configuration = replace(configuration, virtual=looped or 0, layers_a_stage=0)
-    unit = configuration.stages * (looped or 2)
+    unit = max(2, configuration.stages * (looped or 2))
     few, more = 3 * unit, 5 * unit
     at = lambda layers: priced(
         asked.captured(configuration.recompute, layers), configuration, asked.batch, asked.machine

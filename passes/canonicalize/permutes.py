@@ -15,6 +15,7 @@ from passes.ir.graph_pass import GraphPass, call_like, emit, erase_dead, ints_at
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, of_ops
 from passes.ir.joint import JointGraph
 from passes.ops.layer_ops import format_equation, parse_equation
+from passes.ops.routed_ops import ROUTED
 
 aten = torch.ops.aten
 
@@ -114,7 +115,7 @@ class AbsorbPermutes(GraphPass):
         %y: f32[32, 2, 8]  = contract(%x, %w, "m0 m1 k, n k -> n m0 m1")
 
     A weight and its gradient then appear in the order that the user gave them. The result's permute
-    is taken in only where nothing else reads the product.
+    is taken in only where nothing else reads the product. Matrices of experts likewise: `turned`.
     """
 
     requires = (ONE_SPELLING, NO_USES, PRODUCTS_ARE_CONTRACTS)
@@ -126,6 +127,8 @@ class AbsorbPermutes(GraphPass):
             if node.target is torch.ops.autoshard.contract.default:
                 _absorb_operands(node)
                 _absorb_result(node)
+            elif node.target in ROUTED:
+                _turn(node)
         erase_dead(joint.graph)
         return joint
 
@@ -153,6 +156,22 @@ def _absorb_result(node: fx.Node) -> None:
         node.meta["val"] = user.meta["val"]
         user.replace_all_uses_with(node)
         node.graph.erase_node(user)
+
+
+def _turn(node: fx.Node) -> None:
+    """Read, or make, the matrices of experts with rows and columns as they are stored."""
+    if node.target is torch.ops.autoshard.routed_mm.default:
+        while (b := tensor_at(node, 1)).target is aten.permute.default and ints_at(b, 1) == [0, 2, 1]:
+            node.update_arg(1, tensor_at(b))
+            node.kwargs = {"turned": not node.kwargs.get("turned", False)}
+    elif len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.permute.default and ints_at(user, 1) == [0, 2, 1]:
+            a, b, *groups = node.args
+            node.args = (b, a, *groups)
+            node.meta["val"] = user.meta["val"]
+            user.replace_all_uses_with(node)
+            node.graph.erase_node(user)
 
 
 @dataclass(frozen=True)

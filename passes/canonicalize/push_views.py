@@ -231,7 +231,7 @@ def _routed(sweep: Sweep, node: fx.Node) -> Flat:
     groups = tuple(map(resolve, zip(*(sweep.flat(x).groups for x in (ids, *counted)), strict=False)))
     fine = lambda x: (*groups, sweep.flat(x).groups[-1].whole) if x in counted else trivial(shape_of(x))
     fitted = [sweep.fitted(x, fine(x), node) for x in operands]
-    new = call_like(node, *fitted, sweep.fitted(ids, groups, node), *node.args[3:])
+    new = call_like(node, *fitted, sweep.fitted(ids, groups, node), *node.args[3:], **node.kwargs)
     return sweep.flat(new) if len(counted) > 1 else Flat(new, (*groups, Group(shape_of(node)[-1:])))
 
 

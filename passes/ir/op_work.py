@@ -145,7 +145,7 @@ def _routed() -> tuple[Any, ...]:
 def _routed_flops(node: fx.Node) -> float:
     """Every row is taken to have one expert; experts to be equally loaded. The same of a rank's sorted rows."""
     a, b = (node_value(n) for n in tensor_operands(node)[:2])
-    return 2.0 * a.numel() * b.shape[-1]
+    return 2.0 * a.numel() * b.shape[1 if node.kwargs.get("turned") else -1]
 
 
 def _attention_volume(node: fx.Node, first: int) -> float:

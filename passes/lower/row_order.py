@@ -105,7 +105,9 @@ class Sorting:
         rows = [self._in_order(operand) for operand in tensor_operands(node)[: READ_ROWS[node.target]]]
         flat = [self._flat(row) for row in rows]
         if node.target is ours.routed_mm.default:
-            y = emit(node, ours.grouped_mm.default, flat[0], tensor_at(node, 1), *groups)
+            b = tensor_at(node, 1)
+            b = emit(node, aten.permute.default, b, [0, 2, 1]) if node.kwargs.get("turned") else b
+            y = emit(node, ours.grouped_mm.default, flat[0], b, *groups)
             self.sorted[node] = self._apart(y)
         elif node.target is ours.routed_outer.default:
             turned = emit(node, aten.permute.default, flat[0], [1, 0])

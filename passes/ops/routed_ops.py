@@ -1,6 +1,7 @@
 """Products of rows with the matrices of their experts: `autoshard::routed_mm` and `autoshard::routed_outer`.
 
     routed_mm(a, b, ids, first, count)      a [*s, k], b [count, k, n], ids [*s]  ->  [*s, n]
+        turned=True: b [count, n, k]
     routed_outer(a, b, ids, first, count)   a [*s, m], b [*s, n],       ids [*s]  ->  [count, m, n]
     own_rows(a, ids, first, count)          a [*s, *d],                 ids [*s]  ->  [*s, *d]
     sum_rows(a, ids, first, count)          a [*s, r, *d],           ids [*s, r]  ->  [*s, *d]
@@ -23,7 +24,8 @@ alone; on CUDA it is what runs, where its operands' dtype and layout allow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,9 +37,12 @@ _ALIGN = 16
 """Bytes: rows, or columns, of torch's kernel begin at multiples of it (`check_valid_strides`)."""
 
 
-def routed_mm_reference(a: Tensor, b: Tensor, ids: Tensor, first: int, count: int) -> Tensor:
+def routed_mm_reference(
+    a: Tensor, b: Tensor, ids: Tensor, first: int, count: int, *, turned: bool = False
+) -> Tensor:
     """`routed_mm` as a sort and a product of groups."""
     order, offs = in_groups(ids, first, count)
+    b = b.transpose(1, 2) if turned else b
     rows = grouped_mm_reference(a.reshape(ids.numel(), a.shape[-1])[order], b, offs, first, count)
     return torch.empty_like(rows).index_put((order,), rows).reshape(*ids.shape, b.shape[-1])
 
@@ -57,9 +62,9 @@ def in_groups(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 routed_mm = differentiable_operator(
-    "routed_mm(Tensor a, Tensor b, Tensor ids, int first, int count) -> Tensor",
-    lambda *operands: routed_mm_reference(*operands).clone(),  # no view: what follows may write into it
-    lambda a, b, ids, first, count: a.new_empty([*ids.shape, b.shape[-1]]),
+    "routed_mm(Tensor a, Tensor b, Tensor ids, int first, int count, *, bool turned=False) -> Tensor",
+    lambda *operands, **how: routed_mm_reference(*operands, **how).clone(),  # no view: it may be written into
+    lambda a, b, ids, first, count, *, turned=False: a.new_empty([*ids.shape, b.shape[1 if turned else 2]]),
 )
 """See the module."""
 
@@ -99,6 +104,8 @@ ROUTED: dict[Any, int] = {
 }
 """How many of the first operands have the rows of `ids`."""
 
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
 READ_ROWS: dict[Any, int] = {
     **ROUTED,
     torch.ops.autoshard.own_rows.default: 1,
@@ -107,15 +114,17 @@ READ_ROWS: dict[Any, int] = {
 """The same of all that is told the experts of rows."""
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: Mapping[str, Any] = _NO_KEYWORDS
+) -> None:
     a, b, ids, first, count = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, ids)
-    ctx.groups = first, count
+    ctx.groups, ctx.how = (first, count), keyword_only_inputs
 
 
 Term = Callable[..., Tensor]
-"""Of a, b, the result's gradient, ids, first and count: the gradient of an operand."""
+"""Of a, b, the result's gradient, ids, first and count, and what is said by keyword: the gradient of an operand."""
 
 
 def _gradient(of_a: Term, of_b: Term) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -125,7 +134,7 @@ def _gradient(of_a: Term, of_b: Term) -> Callable[..., tuple[Tensor | None, ...]
         a, b, ids = ctx.saved_tensors
         wanted = zip(ctx.needs_input_grad[:2], (of_a, of_b), strict=True)
         return (
-            *(of(a, b, grad, ids, *ctx.groups) if needs else None for needs, of in wanted),
+            *(of(a, b, grad, ids, *ctx.groups, **ctx.how) if needs else None for needs, of in wanted),
             None,
             None,
             None,
@@ -136,14 +145,14 @@ def _gradient(of_a: Term, of_b: Term) -> Callable[..., tuple[Tensor | None, ...]
 
 routed_mm.register_autograd(
     _gradient(
-        lambda a, b, grad, *groups: routed_mm(grad, b.transpose(-1, -2), *groups),
-        lambda a, b, grad, *groups: routed_outer(a, grad, *groups),
+        lambda a, b, grad, *groups, turned: routed_mm(grad, b, *groups, turned=not turned),
+        lambda a, b, grad, *groups, turned: routed_outer(*(grad, a) if turned else (a, grad), *groups),
     ),
     setup_context=_setup_context,
 )
 routed_outer.register_autograd(
     _gradient(
-        lambda a, b, grad, *groups: routed_mm(b, grad.transpose(-1, -2), *groups),
+        lambda a, b, grad, *groups: routed_mm(b, grad, *groups, turned=True),
         lambda a, b, grad, *groups: routed_mm(a, grad, *groups),
     ),
     setup_context=_setup_context,

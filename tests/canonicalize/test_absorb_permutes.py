@@ -3,10 +3,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from autoshard.planning import canonical_capture
 from passes.canonicalize.permutes import AbsorbPermutes, MatmulToContract
-from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_pass import GraphPass, shape_of
 from passes.ir.joint import JointGraph
+from passes.ops.routed_ops import ROUTED, routed_mm
 from tests.canonicalize.graphs import applied, ops, ramp, text
 
 
@@ -37,3 +40,23 @@ def test_a_product_that_others_read_keeps_its_order() -> None:
         return product.t(), product.exp()
 
     assert ops(applied(AbsorbPermutesOfProducts(), function, ramp(2, 3), ramp(3, 4)))["permute"] == 1
+
+
+class Expert(nn.Module):
+    """Six experts with 3 in and 4 out, stored the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 3))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return routed_mm(x.tanh(), self.weight.transpose(1, 2), ids, 0, 6).square()
+
+
+def test_matrices_of_experts_are_read_and_made_as_they_are_stored() -> None:
+    x, ids = torch.randn(5, 3, requires_grad=True), torch.tensor([5, 0, 0, 2, 5])
+    joint = canonical_capture(Expert(), (x, ids), {}).joint
+    products = [node for node in joint.graph.nodes if node.target in ROUTED]
+    found = [(tuple(shape_of(node)), node.kwargs.get("turned", False)) for node in products]
+    assert sorted(found) == [((5, 3), False), ((5, 4), True), ((6, 4, 3), False)]
+    assert not any("permute" in str(node.target) for node in joint.graph.nodes)

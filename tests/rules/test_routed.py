@@ -53,6 +53,11 @@ def test_values_and_gradients(ids: list[list[int]], first: int) -> None:
             ((2, 3, 4), (3, 4, 5)),
         ),
         (
+            lambda a, b: routed_mm(a, b, experts, first, 3, turned=True),
+            lambda a, b: _mm(a, b.transpose(1, 2), experts, first),
+            ((2, 3, 4), (3, 5, 4)),
+        ),
+        (
             lambda a, b: routed_outer(a, b, experts, first, 3),
             lambda a, b: _outer(a, b, experts, 3, first),
             ((2, 3, 4), (2, 3, 5)),
@@ -73,11 +78,15 @@ def test_rules() -> None:
         rule = check(mm, draw.floats(2, 3, 4), draw.floats(3, 4, 5), ids, 0, 3)
         assert sorted(rule.splittable) == ["g", "k", "n", "s0", "s1"]
         assert rule.linear == (frozenset({0}), frozenset({1}))
+        turned = check(mm, draw.floats(2, 3, 4), draw.floats(3, 5, 4), ids, 0, 3, turned=True)
+        assert sorted(turned.splittable) == ["g", "k", "n", "s0", "s1"]
         rule = check(outer, draw.floats(2, 3, 4), draw.floats(2, 3, 5), ids, 0, 3)
         assert sorted(rule.splittable) == ["g", "m", "n", "s0", "s1"]
     # 6 x 4 x 5 multiply-adds: every row has one expert
     a, b = torch.randn(2, 3, 4), torch.randn(3, 4, 5)
     assert global_flops(call_node(mm, (a, b, torch.tensor(IDS[0]), 0, 3))) == 2.0 * 6 * 4 * 5
+    turned = call_node(mm, (a, b.mT, torch.tensor(IDS[0]), 0, 3), {"turned": True})
+    assert global_flops(turned) == 2.0 * 6 * 4 * 5
     assert (
         global_flops(call_node(outer, (a, torch.randn(2, 3, 5), torch.tensor(IDS[0]), 0, 3)))
         == 2.0 * 6 * 4 * 5
@@ -87,6 +96,7 @@ def test_rules() -> None:
 def test_fakes_and_gradient_formulas_agree_with_the_ops() -> None:
     a, b, c = (torch.randn(shape, requires_grad=True) for shape in ((2, 3, 4), (3, 4, 5), (2, 3, 5)))
     torch.library.opcheck(mm, (a, b, torch.tensor(IDS[0]), 0, 3))
+    torch.library.opcheck(mm, (a, b.detach().mT, torch.tensor(IDS[0]), 0, 3), {"turned": True})
     torch.library.opcheck(outer, (a, c, torch.tensor(IDS[0]), 0, 3))
 
 

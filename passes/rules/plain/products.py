@@ -35,9 +35,11 @@ def _with_sums(equation: str) -> str:
 
 
 def routed_mm(call: OpCall) -> OpRule:
-    """*s k, g k n, *s -> *s n; k: sum; g: sum. A rank with some of the experts gives zeros for rows of the others."""
+    """*s k, g k n, *s -> *s n; k: sum; g: sum. A rank with some of the experts gives zeros for rows of the others.
+    turned: g n k."""
     rows = _rows_of(call)
-    return _routed(call, [(*rows, ("k",)), dims("g k n"), rows], (*rows, ("n",)), {"k": "sum", "g": "sum"})
+    matrices = dims("g n k" if call["turned"] else "g k n")
+    return _routed(call, [(*rows, ("k",)), matrices, rows], (*rows, ("n",)), {"k": "sum", "g": "sum"})
 
 
 def routed_outer(call: OpCall) -> OpRule:
