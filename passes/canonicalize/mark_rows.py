@@ -15,7 +15,7 @@ from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.graph_pass import GraphPass, copy_joint, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
-from passes.ir.routing import Routing, check_experts, sum_of
+from passes.ir.routing import Choice, Routing, check_experts, copies_of, sum_of
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
 from passes.ops.sent_rows import returned, sent
@@ -78,11 +78,20 @@ class MarkRows(GraphPass):
         return joint
 
 
-def _ended(target: Any, ids: tuple[int, ...]) -> str:
+def _ended(target: Any, ids: tuple[int, ...], experts: int) -> str:
     """How a result of the op is pending, where experts are split. ids: their shape."""
     if target is ours.own_rows.default:
-        return sum_of(1)
-    return sum_of(ids[-1]) if target is ours.sum_rows.default else "sum"
+        return sum_of(Choice(1, experts))
+    return sum_of(Choice(ids[-1], experts)) if target is ours.sum_rows.default else "sum"
+
+
+def _copied(value: fx.Node, ids: tuple[int, ...]) -> bool:
+    """Whether all rows of a token are one, also looked at through uses."""
+    while is_use(value):
+        value = tensor_at(value)
+    n, rows = len(ids), shape_of(value)
+    once = (*rows[: n - 1], 1, *rows[n:])
+    return value.target is aten.expand.default and ids[-1] > 1 and shape_of(tensor_at(value)) == once
 
 
 LAST: tuple[GraphPass, ...] = (EndRows(), InsertUses(), MarkRows())
@@ -116,10 +125,20 @@ class Region:
         for node in {*self.readers, *self.rows}:
             if node.target is not operator.getitem:
                 read = enumerate(tensor_operands(node)[: READ_ROWS.get(node.target)])
-                routed = (i for i, operand in read if operand not in self.others and has_rows(operand, shape))
-                pending = ROUTED if node in self.rows else _ended(node.target, shape)
+                routed = (
+                    (i, self._pending(operand))
+                    for i, operand in read
+                    if operand not in self.others and has_rows(operand, shape)
+                )
+                pending = ROUTED if node in self.rows else _ended(node.target, shape, self.experts)
                 pending = None if node.target is ours.routed_outer.default else pending
                 node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending, routing)
+
+    def _pending(self, operand: fx.Node) -> str:
+        """How it is, where its rows count on the ranks of their experts."""
+        shape = shape_of(self.ids)
+        copied = operand not in self.rows and _copied(operand, shape)
+        return copies_of(Choice(shape[-1], self.experts)) if copied else ROUTED
 
 
 def experts_of(graph: fx.Graph) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -48,14 +49,38 @@ class Routing:
 BALANCED = Routing()
 
 
-def sum_of(count: int) -> str:
-    """Pending: a sum of which every element has at most so many summands, those of its rows' experts."""
-    return f"sum{count}"
+@dataclass(frozen=True)
+class Choice:
+    """Experts of a token: so many different ones, of all that there are."""
+
+    count: int
+    experts: int
+
+    def __str__(self) -> str:
+        return f"{self.count}of{self.experts}"
+
+    @staticmethod
+    def of(op: str) -> Choice | None:
+        """That which what is pending, "sum2of8" or "routed2of8", says; None: it says none."""
+        found = re.fullmatch(r"[a-z]+(\d+)of(\d+)", op)
+        return Choice(*map(int, found.groups())) if found else None
+
+    def ranks(self, ways: int) -> float:
+        """How many ranks a token is wanted by, of so many that have equally many experts, where each expert is as
+        likely: ways (1 - C(e - e / ways, count) / C(e, count)) of e experts, of which a rank has e / ways."""
+        others = self.experts * (1.0 - 1.0 / ways)
+        none = ((max(0.0, others - i) / (self.experts - i)) for i in range(min(self.count, self.experts)))
+        return ways * (1.0 - math.prod(none))
 
 
-def summands(op: str) -> int | None:
-    """Inverse of `sum_of`; None for what is pending otherwise."""
-    return int(op[3:]) if op.startswith("sum") and op != "sum" else None
+def sum_of(choice: Choice) -> str:
+    """Pending: a sum of which every element has as summands the rows of its token's experts."""
+    return f"sum{choice}"
+
+
+def copies_of(choice: Choice) -> str:
+    """Pending, as `passes.layout.layout.ROUTED`: rows of which those of a token are alike."""
+    return f"routed{choice}"
 
 
 def checked_routing(routing: object) -> Routing:

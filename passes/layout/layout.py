@@ -59,7 +59,7 @@ Assignment = Mapping[str, NodeLayouts]
 REDUCE_OPS = ("sum", "max", "min")
 ROUTED, RING = "routed", "s:ring"
 """Pending, and no reduction: a row counts on the rank that has its expert; a factor whose parts pass by all ranks."""
-ReduceOp = Annotated[str, Meta(pattern=rf"^(sum[0-9]*|{'|'.join((*REDUCE_OPS[1:], ROUTED))})$")]
+ReduceOp = Annotated[str, Meta(pattern=r"^(max|min|(sum|routed)([0-9]+of[0-9]+)?)$")]
 _MAX_DIMS = 64
 Dim = Annotated[int, Meta(ge=0, lt=_MAX_DIMS)]
 _Position = Annotated[int, Meta(ge=-(2**62), le=2**62)]
@@ -149,7 +149,8 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     """For each tensor dim the mesh axes that split it, and the axes with a pending reduction.
 
     dims:    per dim, the axes splitting it, major to minor. () is not split.
-    partial: (axis, op), sorted by axis name; op is one of `REDUCE_OPS`, `sum_of(n)` or `ROUTED`: all hold it full-size.
+    partial: (axis, op), sorted by axis name; op is one of `REDUCE_OPS`, `ROUTED`, or says a `Choice`: all hold it
+             full-size.
     sizes:   per dim, explicit split sizes (one per linear index over the dim's axes), or None for
              the default: nested `torch.chunk`. Build with `Layout.of`, which keeps this normal:
              sizes equal to the default are stored as None, so equal placements compare equal.

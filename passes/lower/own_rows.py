@@ -3,6 +3,8 @@ their tokens, and returned."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,64 +26,48 @@ from passes.ir.graph_pass import (
 )
 from passes.ir.graph_properties import UNMARKED
 from passes.ir.joint import node_values
-from passes.ir.routing import BALANCED
+from passes.ir.routing import BALANCED, Choice
 from passes.layout.layout import nested_sizes
 from passes.lower.row_order import Sorting
 from passes.ops.routed_ops import READ_ROWS, ROUTED
-from passes.ops.sent_rows import exchange_rows, returned, routes, sent
-from passes.schedule.overlap import Turn, issue_key
+from passes.ops.sent_rows import add_rows, exchange_rows, returned, routes, sent
+from passes.schedule.schedule import behind_ids
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 
 
 class _Routes(NamedTuple):
-    """What `routes` returns."""
+    """Tokens that are sent, and where those for each rank end; of own rows their tokens' places among those that
+    arrive; as many numbers as arrive, and where those of each rank end."""
 
-    mine: fx.Node
-    back: fx.Node
+    sent: fx.Node
     leaving: fx.Node
+    places: fx.Node
     arriving: fx.Node
-    arrived: fx.Node
     coming: fx.Node
 
 
-def _counted_dim(node: fx.Node) -> int | None:
-    """The dim that counts rows of own experts."""
-    if node.target is ours.own_places.default:
-        return 0
-    if node.target is routes:
+Counted = tuple[int, int]
+"""A dim of as many elements as come, and a number that all of as many have."""
+
+
+def _counted(node: fx.Node) -> Counted | None:
+    """Of what an op makes, from its operands."""
+    if node.target in (routes, aten.index_put.default):
         return None
-    if node.target is operator.getitem and tensor_at(node).target is routes:
-        return 0 if node.args[1] in (3, 4) else None
-    if node.target is exchange_rows:
-        return 0 if "counted" in tensor_at(node, 1).meta else None
-    read = [n.meta["counted"][0] for n in node.all_input_nodes if "counted" in n.meta]
-    whole = node.target in (aten.index_put.default, aten.index_add.default)
-    if not read or whole or (node.target is ours.grouped_mm.default and node.meta["val"].ndim == 3):
+    if node.target is aten.index.Tensor:
+        return next((n.meta["counted"] for n in node.args[1] if "counted" in n.meta), None)  # type: ignore[union-attr]
+    if node.target in (exchange_rows, add_rows):
+        return tensor_at(node, 1 if node.target is exchange_rows else 2).meta.get("counted")
+    read = [n.meta["counted"] for n in node.all_input_nodes if "counted" in n.meta]
+    if not read or (node.target is ours.grouped_mm.default and node.meta["val"].ndim == 3):
         return None
-    (dim, *_) = read
+    (dim, number), *_ = read
     if node.target is aten.permute.default:
-        return ints_at(node, 1).index(dim)
+        return ints_at(node, 1).index(dim), number
     if node.target is aten.select.int:
-        return dim - (int_at(node, 1) < dim)
-    return dim + (node.target is aten.unsqueeze.default and int_at(node, 1) <= dim)
-
-
-def behind_ids(graph: fx.Graph) -> None:
-    """Lets rows that have the turn of the transfer that they stand for go behind the collectives of the ids that say
-    where to, if these have a later one."""
-    if not graph.find_nodes(op="call_function", target=exchange_rows):
-        return
-    last: dict[fx.Node, Turn] = {}
-    for node in graph.nodes:
-        before = max((last[n] for n in node.all_input_nodes if n in last), default=None)
-        if node.target is exchange_rows and before is not None and before > issue_key(node)[0]:
-            for made in (node, *node.users):
-                made.meta["turn"] = (*before, 1)
-                made.meta.pop("places", None)
-        own = [issue_key(node)[0]] if "turn" in node.meta else []
-        if before is not None or own:
-            last[node] = max(own if before is None else [before, *own])
+        return dim - (int_at(node, 1) < dim), number
+    return dim + (node.target is aten.unsqueeze.default and int_at(node, 1) <= dim), number
 
 
 @dataclass
@@ -89,6 +75,7 @@ class OwnRows(Sorting):
     """The same where a rank has some of the experts: of the rows of these. How many come is known at run time, so no
     op is told sizes."""
 
+    numbers: Iterator[int]
     routes: dict[tuple[int, ...], _Routes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,9 +84,9 @@ class OwnRows(Sorting):
 
         def counted(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             node = write(like, target, *args, **kwargs)
-            dim = _counted_dim(node)
-            if dim is not None:
-                node.meta["counted"] = dim, self.number
+            found = _counted(node)
+            if found is not None:
+                node.meta["counted"] = found
             return node
 
         self._emit = counted
@@ -127,27 +114,27 @@ class OwnRows(Sorting):
         return super()._in_order(node)
 
     def _taken(self, value: fx.Node, places: fx.Node) -> fx.Node:
-        if value.target is not sent:
+        n, count = len(self._shape), int_at(value, 6) if value.target is sent else 0
+        if not count or int_at(value, 2) >= n - (count > 1):
             return super()._taken(value, places)
-        part, routes = tensor_at(value, 1), self._routes(value)
-        rows = super()._taken(part, routes.mine)
-        arrived = self._exchanged(value, rows, self._order, routes.leaving, routes.coming)
-        return self._emit(value, aten.index.Tensor, arrived, [routes.arrived])
+        part = tensor_at(value, 1)
+        routes, emit = self._routes(value, count), self._emit
+        tokens = emit(value, aten.select.int, part, n - 1, 0) if count > 1 else part
+        dims = shape_of(part)[n:]
+        flat = emit(value, aten.reshape.default, tokens, [math.prod(shape_of(part)[:n]) // count, *dims])
+        rows = emit(value, aten.index.Tensor, flat, [routes.sent])
+        arrived = self._exchanged(value, rows, routes.arriving, routes.leaving, routes.coming)
+        return emit(value, aten.index.Tensor, arrived, [routes.places])
 
     def _returned(self, mark: fx.Node, node: fx.Node, rows: fx.Node) -> None:
-        """Rows go back to their tokens. node: `own_rows` or `sum_rows`."""
-        routes = self._routes(mark)
-        leaving = self._emit(mark, aten.index.Tensor, rows, [routes.arriving])
-        found = self._exchanged(mark, leaving, routes.mine, routes.coming, routes.leaving)
-        found = self._emit(mark, aten.index.Tensor, found, [routes.back])
+        """Rows go back to their tokens, those of one added up here and there. node: `own_rows` or `sum_rows`."""
         summed = node.target is ours.sum_rows.default
-        shape, dim = [*shape_of(mark)], len(self._shape) - 1
-        if summed:
-            shape.insert(dim, self._shape[dim])
-        found = self._emit(mark, aten.view.default, found, shape)
-        mark.replace_all_uses_with(
-            self._emit(mark, aten.sum.dim_IntList, found, [dim], False) if summed else found
-        )
+        routes, emit = self._routes(mark, self._shape[-1] if summed else 1), self._emit
+        leaving = emit(mark, add_rows, rows, routes.places, routes.arriving)
+        found = self._exchanged(mark, leaving, routes.sent, routes.coming, routes.leaving)
+        tokens = self._zeros(routes.leaving, [math.prod(shape_of(mark)[: len(self._shape) - summed])])
+        found = emit(mark, add_rows, found, routes.sent, tokens)
+        mark.replace_all_uses_with(emit(mark, aten.view.default, found, list(shape_of(mark))))
 
     def _exchanged(self, mark: fx.Node, *operands: fx.Node) -> fx.Node:
         started = self._emit(mark, exchange_rows, *operands, mark.args[-1])
@@ -156,16 +143,33 @@ class OwnRows(Sorting):
             made.meta = {**mark.meta, **made.meta}
         return waited
 
-    def _routes(self, mark: fx.Node) -> _Routes:
+    def _routes(self, mark: fx.Node, count: int) -> _Routes:
         args: tuple[Any, ...] = mark.args
         dim, sizes, index, ways = args[2:6]
-        key = (dim, *sizes)
+        key = (dim, count, *sizes)
         if key not in self.routes:
-            experts = list(nested_sizes(self.experts, tuple(ways)))
+            experts, ranks = list(nested_sizes(self.experts, tuple(ways))), len(sizes)
+            read = self._ids, self._order, dim, sizes, index, experts, count
+            wanted = Choice(count, self.experts).ranks(ranks)
+            tokens = self._length // count
+            own = tokens // max(1, self._shape[dim]) * sizes[index]
             with self.graph.inserting_before(self._behind):  # of all that is sent and returned so
-                made = self._emit(mark, routes, self._ids, self._order, dim, sizes, index, experts)
-                self.routes[key] = _Routes(*(self._emit(mark, operator.getitem, made, i) for i in range(6)))
+                made = self._emit(mark, routes, *read)
+                leave, leaving, places, coming = (
+                    self._emit(mark, operator.getitem, made, i) for i in range(4)
+                )
+                places.meta["counted"] = self._order.meta["counted"]
+                listed = lambda order, ends, length: self._listed(mark, order, ends, 0, math.ceil(length))
+                sent = listed(leave, leaving, own * wanted)
+                arriving = listed(places, coming, min(shape_of(places)[0], tokens * wanted / ranks))
+                self.routes[key] = _Routes(sent, leaving, places, arriving, coming)
         return self.routes[key]
+
+    def _listed(self, like: fx.Node, order: fx.Node, ends: fx.Node, first: int, length: int) -> fx.Node:
+        """Those of `order` from group `first` on; length: that is reckoned with."""
+        node = self._emit(like, ours.own_places.default, order, ends, first, length)
+        node.meta["counted"] = 0, next(self.numbers)
+        return node
 
     def _invert(self, like: fx.Node) -> None:
         """Rows of own experts are a part of the order; groups begin with it."""
@@ -173,7 +177,7 @@ class OwnRows(Sorting):
         emit = self._emit
         routing = self._products[0].meta.get("routing", BALANCED)
         length = routing.reckoned(self._length, self.experts, count)
-        self._order = emit(like, ours.own_places.default, self._order, self._ends, first, length)
+        self._order = self._listed(like, self._order, self._ends, first, length)
         if first:
             begin = emit(like, aten.select.int, self._ends, 0, first - 1)
             self._ends = emit(like, aten.sub.Tensor, self._ends, begin)
@@ -201,14 +205,9 @@ class OwnRows(Sorting):
             node.replace_all_uses_with(end(node, rows))
 
     def _summed(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        """In float32 at least, as a sum is."""
-        dtype = rows.meta["val"].dtype
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        rows = rows if wide is dtype else self._emit(node, aten._to_copy.default, rows, dtype=wide)
         token = self._emit(node, aten.floor_divide.default, self._order, self._shape[-1])
-        shape = [self._length // self._shape[-1], *shape_of(rows)[1:]]
-        total = self._emit(node, aten.index_add.default, self._zeros(rows, shape), 0, token, rows)
-        total = total if wide is dtype else self._emit(node, aten._to_copy.default, total, dtype=dtype)
+        tokens = self._zeros(token, [self._length // self._shape[-1]])
+        total = self._emit(node, add_rows, rows, token, tokens)
         return self._emit(node, aten.view.default, total, list(shape_of(node)))
 
     def _unsorted(self, node: fx.Node, rows: fx.Node) -> fx.Node:
@@ -256,10 +255,11 @@ class SortRows(RankPass):
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
         moves = {node: _moves_of(node) for node in graph.nodes if node.target in (sent, returned)}
-        for number, region in enumerate(regions(graph)):
+        numbers = itertools.count()
+        for region in regions(graph):
             experts = region.readers[0].meta.get("experts", 0)
-            kind = OwnRows if region.experts < experts else Sorting
-            kind(graph, region, experts, number).run()
+            own = region.experts < experts
+            (OwnRows(graph, region, experts, numbers) if own else Sorting(graph, region, experts)).run()
         drop_unread(graph)
         _drop_marks(graph, moves)
         behind_ids(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,17 +26,16 @@ aten, ours = torch.ops.aten, torch.ops.autoshard
 class Sorting:
     """The products with one tensor of ids, and all rows.
 
-    experts: how many there are; 0 if that is not known. number: of the region.
+    experts: how many there are; 0 if that is not known.
     sorted:  values -> the same, sorted.
     """
 
     graph: fx.Graph
     region: Region
     experts: int
-    number: int
-    sorted: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.sorted: dict[fx.Node, fx.Node] = {}
         self._emit = OpWriter(self.graph)
         self._ids = tensor_at(self.region.readers[0], -3)
         self._shape = shape_of(self._ids)

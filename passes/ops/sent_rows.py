@@ -1,15 +1,17 @@
 """Rows that go to the ranks of their experts, and back: collectives of as many rows as come.
 
-    sent(whole, part, dim, sizes, index, ways, group)       whole: gathered of parts, of which own experts' rows count
-    returned(part, whole, dim, sizes, index, ways, group)   part: reduce-scattered of whole, rows of own experts and 0
-    routes(ids, places, dim, sizes, index, experts)         who sends what to whom
-    exchange_rows(a, like, sent, received, group)           rows in the order of ranks, from each and to each
+    sent(whole, part, dim, sizes, index, ways, count, group)  whole: gathered of parts, of which own experts' rows count
+    returned(part, whole, dim, sizes, index, ways, group)     part: reduce-scattered of whole, own experts' rows and 0
+    routes(ids, places, dim, sizes, index, experts, count)    who sends what to whom
+    exchange_rows(a, like, sent, received, group)             rows in the order of ranks, from each and to each
+    add_rows(rows, places, like)                              the sum of the rows of each place
 
 The first two are their first operand: what a rank's graph says of a collective that moves more than is wanted. A
-program, which has its own rows alone (`passes.lower.own_rows`), has the last two in its place. sizes: of the parts
+program, which has its own rows alone (`passes.lower.own_rows`), has the others in its place. sizes: of the parts
 of `dim`, by rank of the group; index: of this rank; ways: ranks along each axis of the group; experts: how many each
-rank has. ids, of all rows of the group: int64, [*s]; every rank of the group has the same, so that no numbers are
-exchanged.
+rank has. count: rows of a token, which are alike where they are sent, and are added up before they return; a token
+travels once to each rank. ids, of all rows of the group: int64, [*s], or [*tokens, count]; every rank of the group has
+the same, so that no numbers are exchanged.
 """
 
 from __future__ import annotations
@@ -28,51 +30,70 @@ _first = lambda x, *_: x
 
 sent, returned = (
     operator(
-        f"{name}(Tensor a, Tensor b, int dim, int[] sizes, int index, int[] ways, str group_name) -> Tensor",
+        f"{name}(Tensor a, Tensor b, int dim, int[] sizes, int index, int[] ways, {count}str group_name) -> Tensor",
         _first,
         _first,
     )
-    for name in ("sent", "returned")
+    for name, count in (("sent", "int count, "), ("returned", ""))
 )
 """See the module."""
 
 
 def _routes(
-    ids: Tensor, places: Tensor, dim: int, sizes: Sequence[int], index: int, experts: Sequence[int]
+    ids: Tensor,
+    places: Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    index: int,
+    experts: Sequence[int],
+    count: int,
 ) -> tuple[Tensor, ...]:
     ends = lambda parts: torch.tensor([*itertools.accumulate(parts)], device=ids.device)
-    own = ids.narrow(dim, sum(sizes[:index]), sizes[index]).reshape(-1)
-    by_expert, mine = own.sort(stable=True)
-    leaving = torch.searchsorted(by_expert, ends(experts))
-    part = places // math.prod(ids.shape[dim + 1 :]) % ids.shape[dim]
-    by_rank, arriving = torch.searchsorted(ends(sizes), part, right=True).sort(stable=True)
-    coming = torch.searchsorted(by_rank, torch.arange(len(sizes), device=ids.device), right=True)
-    return mine, _inverse(mine), leaving, arriving, _inverse(arriving), coming
-
-
-def _inverse(order: Tensor) -> Tensor:
-    count = torch.arange(order.shape[0], device=order.device)
-    return torch.empty_like(order).index_put((order,), count)
+    ranks, tokens = len(sizes), ids.shape if count == 1 else ids.shape[:-1]
+    owner = torch.searchsorted(ends(experts), ids, right=True).reshape(*tokens, count)
+    own = owner.narrow(dim, sum(sizes[:index]), sizes[index]).reshape(-1, count)
+    wanted = own.new_zeros(own.shape[0], ranks + 1, dtype=torch.bool).scatter_(1, own, True)[:, :ranks].t()
+    numbers = torch.arange(own.shape[0], device=ids.device).repeat(ranks)
+    most = own.shape[0] * min(ranks, count)
+    place = torch.where(wanted.flatten(), wanted.flatten().cumsum(0) - 1, most)
+    sent = own.new_zeros(most + 1).scatter_(0, place, numbers)[:most]
+    mine = (owner == index).any(-1)
+    part = torch.searchsorted(ends(sizes), torch.arange(tokens[dim], device=ids.device), right=True)
+    by_rank = part.view(-1, *[1] * (len(tokens) - dim - 1)).expand(tokens).flatten().sort(stable=True)[1]
+    before = torch.cat([by_rank.new_zeros(1), mine.flatten()[by_rank].cumsum(0)])
+    slots = torch.empty_like(by_rank).index_put((by_rank,), before[:-1])[places // count]
+    rows = math.prod(tokens) // max(1, tokens[dim])
+    return sent, wanted.sum(1).cumsum(0), slots, before[ends(sizes) * rows]
 
 
 def _routes_fake(
-    ids: Tensor, places: Tensor, dim: int, sizes: Sequence[int], index: int, experts: Sequence[int]
+    ids: Tensor,
+    places: Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    index: int,
+    experts: Sequence[int],
+    count: int,
 ) -> tuple[Tensor, ...]:
-    mine = ids.new_empty([ids.numel() // max(1, ids.shape[dim]) * sizes[index]])
+    own = ids.numel() // count // max(1, ids.shape[dim]) * sizes[index]
     ends = ids.new_empty([len(sizes)])
-    alike = torch.empty_like
-    return mine, alike(mine), ends, alike(places), alike(places), alike(ends)
+    return (
+        ids.new_empty([own * min(len(sizes), count)]),
+        ends,
+        torch.empty_like(places),
+        torch.empty_like(ends),
+    )
 
 
 routes = operator(
-    "routes(Tensor ids, Tensor places, int dim, int[] sizes, int index, int[] experts)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "routes(Tensor ids, Tensor places, int dim, int[] sizes, int index, int[] experts, int count)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _routes,
     _routes_fake,
 )
-"""places: of the rows of own experts, by expert, counted over all of `ids`. Of the rows of the own part by expert:
-their places in it, the inverse, where those for each rank end. Of the rows of own experts by the rank that sends
-them: their positions among `places`, the inverse, where those of each rank end. int64; ends: [ranks]."""
+"""places: of the rows of own experts, counted over all of `ids`. Result: the tokens of the own part that are sent,
+those for the first rank first, and where those for each rank end (what is behind the last end is no token); of the
+rows at `places` their token's place among those that arrive, and where those of each rank end. int64; ends: [ranks]."""
 
 
 def _exchange_rows(a: Tensor, like: Tensor, sent: Tensor, received: Tensor, group_name: str) -> Tensor:
@@ -95,3 +116,24 @@ exchange_rows = operator(
 )
 """`a`: [n, *d], rows for the first rank first; `sent`, `received`: ends of what goes to and comes from each rank,
 which the host reads. Result: [m, *d], of as many rows as `like`, for `_c10d_functional.wait_tensor`."""
+
+
+def _add_rows(rows: Tensor, places: Tensor, like: Tensor) -> Tensor:
+    dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    total = rows.new_zeros(like.shape[0], *rows.shape[1:], dtype=dtype)
+    step = max(1, _AT_ONCE // max(1, math.prod(rows.shape[1:])))
+    for some, where in zip(rows.split(step), places.split(step), strict=True):
+        total.index_add_(0, where, some.to(dtype))
+    return total.to(rows.dtype)
+
+
+_AT_ONCE = 2**22
+"""Elements that are cast at once: they stay in a cache."""
+
+
+add_rows = operator(
+    "add_rows(Tensor rows, Tensor places, Tensor like) -> Tensor",
+    _add_rows,
+    lambda rows, places, like: rows.new_empty([like.shape[0], *rows.shape[1:]]),
+)
+"""rows: [n, *d], added up in float32 at least; places: [n], below m. Result: of as many rows as `like`, m."""

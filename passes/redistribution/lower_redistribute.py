@@ -29,6 +29,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.op_traits import is_collective
+from passes.ir.routing import Choice
 from passes.layout.layout import Layout, Span
 from passes.ops.sent_rows import returned, sent
 from passes.redistribution.emit_steps import (
@@ -157,7 +158,8 @@ def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
 
 def _send_rows(site: HaloSite, x: fx.Node) -> fx.Node:
     """Gathered, for whoever needs all; the mark says what would do (`passes.ops.sent_rows`)."""
-    return _marked(site, sent, _all_gather, x, site.step.before)
+    choice = Choice.of(dict(site.step.after.partial)[site.step.axes[0]])
+    return _marked(site, sent, _all_gather, x, site.step.before, choice.count if choice else 1)
 
 
 def _return_rows(site: HaloSite, x: fx.Node) -> fx.Node:
@@ -165,15 +167,21 @@ def _return_rows(site: HaloSite, x: fx.Node) -> fx.Node:
 
 
 def _marked(
-    site: HaloSite, mark: Any, move: Callable[[HaloSite, fx.Node], fx.Node], x: fx.Node, split: Layout
+    site: HaloSite,
+    mark: Any,
+    move: Callable[[HaloSite, fx.Node], fx.Node],
+    x: fx.Node,
+    split: Layout,
+    *how: int,
 ) -> fx.Node:
     """Moved, and marked; all nodes say so."""
     site = replace(site, emit=replace(site.emit, meta={**site.emit.meta, "marked": True}))
     moved = move(site, x)
     step: SendRows | ReturnRows = site.step
     sizes, index = site.part_sizes(split, step.dim), site.mesh.linear_index(site.rank, step.axes)
-    group = (step.dim, list(sizes), index, [site.mesh.size(axis) for axis in step.axes], site.group_name)
-    return site.emit.named(mark, value(moved), (moved, x, *group), {})
+    ways = [site.mesh.size(axis) for axis in step.axes]
+    said = (step.dim, list(sizes), index, ways, *how, site.group_name)
+    return site.emit.named(mark, value(moved), (moved, x, *said), {})
 
 
 def _all_to_all(site: HaloSite, x: fx.Node) -> fx.Node:

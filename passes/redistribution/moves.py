@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
-from passes.ir.routing import summands
+from passes.ir.routing import Choice
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
 from passes.layout.layout import REDUCE_OPS, ROUTED, Layout
 from passes.redistribution.dim_splits import UNSPLIT, DimSplits, Split, subsets
@@ -55,12 +55,13 @@ class NextStep(NamedTuple):
 @dataclass(frozen=True)
 class Moves:
     """The moves out of a state. This is the definition of what a redistribution may do. joined: axes that are moved
-    together, in `dims` as well. routed: axes over which rows may come to count on the rank of their expert."""
+    together, in `dims` as well. routed: axes over which rows may come to count on the rank of their expert, with how
+    they are pending then."""
 
     mesh: MeshSpec
     dims: tuple[DimSplits, ...]
     joined: JoinedAxes = ()
-    routed: frozenset[str] = frozenset()
+    routed: frozenset[tuple[str, str]] = frozenset()
 
     def __call__(self, state: State) -> Iterator[NextStep]:
         yield from self.local(state)
@@ -86,8 +87,9 @@ class Moves:
         for unit in free:
             yield NextStep(ToPartial, unit, (), "sum", _with_partial(state, unit, "sum"))
         if not _routed(state):
-            for run in map(chained, subsets([unit for unit in free if self.routed.issuperset(unit)])):
-                yield NextStep(ToRouted, run, (), ROUTED, _with_partial(state, run, ROUTED))
+            for run in map(chained, subsets([unit for unit in free if self._routed_over(unit)])):
+                for op in self._routed_over(run):
+                    yield NextStep(ToRouted, run, (), op, _with_partial(state, run, op))
 
     def gathers_and_exchanges(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):
@@ -115,12 +117,13 @@ class Moves:
         """Rows to the ranks of their experts, and back. Ranks share experts over all their axes at once. The last dim
         is no row's place."""
         last = len(self.dims) - 1
-        few = tuple(axis for axis in self.mesh.names if summands(dict(state.partial).get(axis, "")))
+        few = tuple(axis for axis in self.mesh.names if _is_sum_of_rows(dict(state.partial).get(axis, "")))
         if few:
-            (count,) = {summands(op) for axis, op in state.partial if axis in few}
+            (choice,) = {Choice.of(op) for axis, op in state.partial if axis in few}
             left = State(state.splits, tuple(p for p in state.partial if p[0] not in few))
             yield NextStep(ToSum, few, (), "", _with_partial(left, few, "sum"))
-            share = min(1.0, (count or 1) / self.mesh.size(*few))
+            ways = self.mesh.size(*few)
+            share = choice.ranks(ways) / ways if choice else 1.0
             for dim, target in self.split_by(left, few):
                 if dim < last:
                     yield NextStep(ReturnRows, few, (dim,), "", target, share)
@@ -128,9 +131,18 @@ class Moves:
             return
         for dim, splits in enumerate(self.dims[:last]):
             for run, coarser in splits.gathers(state.splits[dim]):
-                if self.routed.issuperset(run) and list(run) == sorted(run, key=self.mesh.index):
-                    sent = _with_partial(_with_split(state, dim, coarser), run, ROUTED)
-                    yield NextStep(SendRows, run, (dim,), "", sent, 1.0)
+                if list(run) == sorted(run, key=self.mesh.index):
+                    for op in self._routed_over(run):
+                        sent = _with_partial(_with_split(state, dim, coarser), run, op)
+                        choice = Choice.of(op)
+                        if choice and dim == last - 1:  # that counts a token's rows
+                            continue
+                        share = choice.ranks(self.mesh.size(*run)) / choice.count if choice else 1.0
+                        yield NextStep(SendRows, run, (dim,), "", sent, share)
+
+    def _routed_over(self, run: tuple[str, ...]) -> list[str]:
+        """How rows may be pending over all these axes."""
+        return sorted({op for _, op in self.routed if all((axis, op) in self.routed for axis in run)})
 
     def reductions(self, state: State) -> Iterator[NextStep]:
         for op in sorted({op for _, op in state.partial if op in REDUCE_OPS}):
@@ -155,7 +167,11 @@ def _runs(units: list[Unit]) -> Iterator[tuple[str, ...]]:
 
 
 def _routed(state: State) -> list[str]:
-    return [axis for axis, op in state.partial if op == ROUTED]
+    return [axis for axis, op in state.partial if op.startswith(ROUTED)]
+
+
+def _is_sum_of_rows(op: str) -> bool:
+    return op.startswith("sum") and Choice.of(op) is not None
 
 
 def _with_partial(state: State, axes: tuple[str, ...], op: str) -> State:

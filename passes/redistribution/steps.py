@@ -113,7 +113,8 @@ class AllToAll(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class SendRows(Step):
-    """Split of `dim` by its minor-most `axes` -> `ROUTED` over them: every row goes to the rank of its expert."""
+    """Split of `dim` by its minor-most `axes` -> `ROUTED` over them: every row goes to the rank of its expert, or a
+    token once to each rank that has some of its experts (`copies_of`)."""
 
     name = "send_rows"
     kind = "all_to_all"
@@ -122,7 +123,7 @@ class SendRows(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnRows(Step):
-    """Partial(`sum_of(n)`) over `axes` -> split of `dim` by them at its minor end: every row goes back to its token."""
+    """Partial(`sum_of`) over `axes` -> split of `dim` by them at its minor end: what a rank has of a token returns."""
 
     name = "return_rows"
     kind = "all_to_all"
@@ -132,7 +133,7 @@ class ReturnRows(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ToSum(Step):
-    """Partial(`sum_of(n)`) -> Partial(sum): of any number of summands. Local, free."""
+    """Partial(`sum_of`) -> Partial(sum): of any number of summands. Local, free."""
 
     name = "to_sum"
 

@@ -121,7 +121,7 @@ def build_universe(
 
     joined: axes that are moved together. Raises OutOfTime.
     """
-    routed = frozenset(axis for axis, op in key.reduced if op == ROUTED)
+    routed = frozenset(pending for pending in key.reduced if pending[1].startswith(ROUTED))
     expand = Moves(mesh, tuple(DimSplits(mesh, spec, joined) for spec in key.dims), joined, routed)
     plain = (UNSPLIT,) * len(key.dims)
     partials = [p for p in _partials(key.reduced) if all(_alike(p, run) for run in joined)]
@@ -228,7 +228,7 @@ def step_problems(
         {name: mesh.size(name) for name in mesh.names if name in used or not used}, mesh.device_type
     )
     runs = tuple(run for run in joined if used.issuperset(run))
-    routed = frozenset(axis for axis, op in key.reduced if op == ROUTED)
+    routed = frozenset(pending for pending in key.reduced if pending[1].startswith(ROUTED))
     moves = Moves(part, tuple(DimSplits(part, spec, runs) for spec in key.dims), runs, routed)
     now = held
     for step in steps:

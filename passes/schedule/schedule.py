@@ -9,8 +9,10 @@ from torch import fx
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass, run_rank_passes
 from passes.ir.graph_properties import COLLECTIVES, OPS, HasGraph, Property, described, group_of, is_start
+from passes.ops.sent_rows import exchange_rows
+from passes.plan.planned_graph import Turn
 from passes.schedule.bucket import Bucket
-from passes.schedule.overlap import Overlap
+from passes.schedule.overlap import Overlap, issue_key
 
 SCHEDULE: tuple[RankPass, ...] = (
     Bucket(),  # first: what is left to hide is then what the buckets take
@@ -78,3 +80,20 @@ class SerializeCommunicators(RankPass):
         graph.lint()
         module.recompile()
         return module
+
+
+def behind_ids(graph: fx.Graph) -> None:
+    """Lets rows that have the turn of the transfer that they stand for go behind the collectives of the ids that say
+    where to, if these have a later one."""
+    if not graph.find_nodes(op="call_function", target=exchange_rows):
+        return
+    last: dict[fx.Node, Turn] = {}
+    for node in graph.nodes:
+        before = max((last[n] for n in node.all_input_nodes if n in last), default=None)
+        if node.target is exchange_rows and before is not None and before > issue_key(node)[0]:
+            for made in (node, *node.users):
+                made.meta["turn"] = (*before, 1)
+                made.meta.pop("places", None)
+        own = [issue_key(node)[0]] if "turn" in node.meta else []
+        if before is not None or own:
+            last[node] = max(own if before is None else [before, *own])

@@ -42,7 +42,7 @@ def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> i
 
 def _rows_share(layout: Layout, node: fx.Node, mesh: MeshSpec) -> float:
     """What part of a shard's rows count on the fullest rank. node: what makes or reads them."""
-    routed = {axis for axis, op in layout.partial if op == ROUTED}
+    routed = {axis for axis, op in layout.partial if op.startswith(ROUTED)}
     return _fullest(node, [mesh.size(axis) for axis in mesh.names if axis in routed]) if routed else 1.0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
-from passes.layout.layout import ROUTED, FactorSplit, Halo, Layout, NodeLayouts, nested_sizes, normal_split
+from passes.layout.layout import FactorSplit, Halo, Layout, NodeLayouts, nested_sizes, normal_split
 from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 
@@ -168,8 +168,9 @@ class _Maker:
             for factor, op in tensor.summed:
                 if factor in by_factor:
                     partial += [(axis, op) for axis in by_factor[factor].axes]
-            if rule.routed.get(t) in by_factor:
-                partial += [(axis, ROUTED) for axis in by_factor[rule.routed[t]].axes]
+            head, op = rule.routed.get(t, ("", ""))
+            if head in by_factor:
+                partial += [(axis, op) for axis in by_factor[head].axes]
             held = [None if head is None else by_factor.get(head) for head in tensor.heads]
             key = (tensor.like, *map(id, held), *partial)
             if key not in self.made:

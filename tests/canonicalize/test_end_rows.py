@@ -17,7 +17,12 @@ def test_rows_end_in_sums() -> None:
     marked = {node.name: node.meta["rows"] for node in joint.graph.nodes if "rows" in node.meta}
     ends = {name: rows.pending for name, rows in marked.items() if "_rows" in name}
     # tokens in the forward, their gradient, of two experts each; those of bias and weights in the backward
-    assert ends == {"own_rows": "sum1", "own_rows_1": "sum1", "sum_rows": "sum2", "sum_rows_1": "sum2"}
+    assert ends == {
+        "own_rows": "sum1of6",
+        "own_rows_1": "sum1of6",
+        "sum_rows": "sum2of6",
+        "sum_rows_1": "sum2of6",
+    }
 
 
 class Side(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,11 @@ from autoshard.planning import canonical_capture
 from autoshard.verification.part_errors import shard_of
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
-from passes.lower.own_rows import behind_ids
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.ops.routed_ops import routed_mm
 from passes.ops.sent_rows import exchange_rows, returned, sent
-from passes.schedule.schedule import scheduled
+from passes.schedule.schedule import behind_ids, scheduled
 from passes.simulate.lockstep import simulated_groups
 from tests.schedule.planned import run_phases, shards
 
@@ -117,25 +117,30 @@ def test_rows_travel_alone(
             torch.testing.assert_close(got, own, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_who_sends_what(dim: int) -> None:
-    """Row by row: ranks 0, 1 and 2 have 2, 0 and 3 of 5 tokens along `dim`, and experts 0, 1 and 2, none, and 3."""
-    ids = torch.randint(0, 4, (5, 5, 2), generator=torch.Generator().manual_seed(dim))
+def test_who_sends_what(dim: int, count: int) -> None:
+    """Token by token, of one row or two: ranks 0, 1 and 2 have 2, 0 and 3 of 5 along `dim`, and experts 0, 1 and 2,
+    none, and 3. Of expert 4 there is none."""
+    ids = torch.randint(0, 5, (5, 5, count), generator=torch.Generator().manual_seed(dim))
+    ids = ids if count > 1 else ids[..., 0]
     sizes, experts = [2, 0, 3], [3, 0, 1]
-    owner = lambda expert: 0 if expert < 3 else 2
-    source = lambda place: 0 if (place // 10 if dim == 0 else place // 2 % 5) < 2 else 2
+    owner = lambda expert: 0 if expert < 3 else 2 if expert < 4 else None
+    source = lambda token: 0 if (token // 5 if dim == 0 else token % 5) < 2 else 2
     flat = ids.flatten().tolist()
+    asked = [{owner(flat[t * count + i]) for i in range(count)} for t in range(25)]
     for rank in range(3):
         places = [p for expert in range(4) for p, e in enumerate(flat) if e == expert and owner(e) == rank]
-        mine, back, leaving, arriving, arrived, coming = torch.ops.autoshard.routes(
-            ids, torch.tensor(places, dtype=torch.int64), dim, sizes, rank, experts
+        sent, leaving, slots, coming = torch.ops.autoshard.routes(
+            ids, torch.tensor(places, dtype=torch.int64), dim, sizes, rank, experts, count
         )
-        own = ids.split(sizes, dim)[rank].flatten()
-        assert own[mine].tolist() == sorted(own.tolist()) and mine[back].tolist() == [*range(len(own))]
-        assert leaving.tolist() == [sum(owner(e) <= to for e in own.tolist()) for to in range(3)]
-        assert coming.tolist() == [sum(source(p) <= by for p in places) for by in range(3)]
-        assert [places[i] for i in arriving] == [p for by in range(3) for p in places if source(p) == by]
-        assert arriving[arrived].tolist() == [*range(len(places))]
+        own = [t for t in range(25) if source(t) == rank]
+        wanted = [[i for i, t in enumerate(own) if to in asked[t]] for to in range(3)]
+        assert sent[: leaving[-1]].tolist() == list(itertools.chain(*wanted))
+        assert leaving.tolist() == [sum(map(len, wanted[: to + 1])) for to in range(3)]
+        arrived = [t for by in range(3) for t in range(25) if source(t) == by and rank in asked[t]]
+        assert [arrived[slot] for slot in slots.tolist()] == [place // count for place in places]
+        assert coming.tolist() == [sum(source(t) <= by for t in arrived) for by in range(3)]
 
 
 def test_rows_go_behind_the_ids_that_say_where_to() -> None:

@@ -111,7 +111,8 @@ def test_a_rank_with_some_experts_has_the_rows_of_these() -> None:
         if node.target in READ_ROWS:
             node.args, node.meta["experts"] = (*node.args[:-2], 1, 3), 6
     made = with_sorted_rows(plain)
-    assert _count(made, "routed", "_rows", "own_places", "grouped_mm") == [0, 0, 1, 5]
+    assert _count(made, "routed", "own_rows", "sum_rows", "add_rows") == [0, 0, 0, 1]
+    assert _count(made, "own_places", "grouped_mm") == [1, 5]
     products = [node for node in made.graph.nodes if "grouped_mm" in str(node.target)]
     # 12 rows of 6 equally loaded experts, of which the rank has 3
     rows = [(node.args[0].meta["val"].shape, node.args[1].meta["val"].ndim) for node in products]  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import pytest
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.routing import sum_of
+from passes.ir.routing import Choice, copies_of, sum_of
 from passes.layout.layout import Halo, Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.moves import as_layout
@@ -345,14 +345,32 @@ def test_a_way_that_was_priced_can_be_gone() -> None:
 
 
 def test_rows_travel_to_the_ranks_of_their_experts_and_back() -> None:
-    """A rank sends what it has, 16 of 64 bytes; a sum of two summands comes back as 2/4 of 64."""
-    routed, few = (Layout(((), ()), (("a", op),)) for op in ("routed", sum_of(2)))
+    """A rank sends what it has, 16 of 64 bytes; a sum of two summands, of four experts on as many ranks, comes back as
+    2/4 of 64."""
+    routed, few = (Layout(((), ()), (("a", op),)) for op in ("routed", sum_of(Choice(2, 4))))
     assert steps(plan(ROWS, routed, (8, 8))) == [(SendRows, ("a",), 16, 17.0)]
     assert steps(plan(few, ROWS, (8, 8))) == [(ReturnRows, ("a",), 32, 33.0)]
     assert steps(plan(few, R2, (8, 8)))[-1][0] is AllGather
     # The last dim is that of a row: nothing of it is a row's place.
     assert [kind for kind, *_ in steps(plan(COLUMNS, routed, (8, 8)))] == [AllToAll, SendRows]
     assert [kind for kind, *_ in steps(plan(few, COLUMNS, (8, 8)))] == [ReturnRows, AllToAll]
+
+
+def test_a_token_travels_once_to_each_rank() -> None:
+    """Of 400 experts a rank has 100. It has neither of a token's two with probability 300 * 299 / (400 * 399), so that
+    1.752 of 4 ranks have one or both. Tokens of two rows, 8 bytes each; a rank has 16 of 64."""
+    alike, few = (Layout(((),) * n, (("a", op),)) for n, op in ((3, copies_of(PAIR)), (2, sum_of(PAIR))))
+    tokens = Layout((("a",), (), ()))
+    assert steps(plan(tokens, alike, (8, 2, 4))) == [(SendRows, ("a",), 14, 15.0)]  # 16 * 1.752 / 2
+    assert steps(plan(few, ROWS, (8, 8))) == [(ReturnRows, ("a",), 28, 29.0)]  # 64 * 1.752 / 4
+    # Of the two rows of a token nothing may be sent: they are one.
+    assert [kind for kind, *_ in steps(plan(Layout(((), ("a",), ())), alike, (8, 2, 4)))] == [
+        AllToAll,
+        SendRows,
+    ]
+
+
+PAIR = Choice(2, 400)
 
 
 def test_ranks_share_experts_over_all_axes_at_once() -> None:

@@ -108,8 +108,9 @@ class OpRule:
                 the search offers that where it is worth its time (`passes.search.space_dims`).
     work:       factor -> what part of the op's operations each call takes that its results [lo, hi) need; others:
                 one call, of as many as they are.
-    routed:     operand -> factor of experts: split over it, rows of the operand count on the rank of their expert
-                (`ROUTED`). Results for which `reductions` says so need not have the factor in their dims.
+    routed:     operand -> factor of experts, and how the operand is pending where it is split: its rows count on the
+                rank of their expert (`ROUTED`, `copies_of`). Results for which `reductions` says so need not have the
+                factor in their dims.
     exchange:   what is exchanged within the op, in this way of splitting it.
     unless:     factors that are split instead where they are together as long as the mesh has ranks, and nothing else
                 asks for this way (`passes.strategies.strategies.offered_ways`).
@@ -130,7 +131,7 @@ class OpRule:
     chains: bool = True
     moved: frozenset[str] = frozenset()
     work: Mapping[str, Callable[[int, int], Sequence[float]]] = field(default_factory=dict)
-    routed: Mapping[int, str] = field(default_factory=dict)
+    routed: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     exchange: Exchange | None = None
     unless: tuple[str, ...] = ()
     refines: str | None = None
@@ -179,7 +180,8 @@ class OpRule:
     @property
     def by_expert(self) -> frozenset[str]:
         """Factors of experts."""
-        return frozenset((*self.routed.values(), *(f for f, op in self.reductions.items() if op == ROUTED)))
+        factors = (factor for factor, _ in self.routed.values())
+        return frozenset((*factors, *(f for f, op in self.reductions.items() if op == ROUTED)))
 
     @property
     def chunked(self) -> frozenset[str]:

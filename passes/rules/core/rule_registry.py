@@ -36,13 +36,13 @@ class RoutedRows:
     """What is known of an op that works on every row by itself, in the meta "rows" of its node.
 
     experts:  how many there are.
-    operands: of which a row may count on the rank of its expert alone (`ROUTED`).
+    operands: of which a row may count on the rank of its expert alone, each with how it is pending then.
     pending:  how results are, where experts are split: `ROUTED`, or a sum; None: they have a dim of experts.
     routing:  how many rows each expert has.
     """
 
     experts: int
-    operands: frozenset[int]
+    operands: frozenset[tuple[int, str]]
     pending: str | None
     routing: Routing = BALANCED
 
@@ -55,7 +55,9 @@ def rows_passed_on(node: fx.Node, count: int) -> dict[str, RoutedRows]:
     """The meta "rows" of what is one of `count` operands that have the value of `node`, if it has any."""
     rows = result_index(node)[0].meta.get("rows")
     return (
-        {"rows": replace(rows, operands=frozenset(range(count)))} if rows and rows.pending == ROUTED else {}
+        {"rows": replace(rows, operands=frozenset((i, ROUTED) for i in range(count)))}
+        if rows and rows.pending == ROUTED
+        else {}
     )
 
 
@@ -66,7 +68,7 @@ def with_experts(rule: OpRule, rows: RoutedRows) -> OpRule:
         rule,
         sizes={**rule.sizes, EXPERTS: rows.experts},
         reductions={**rule.reductions, **pending},
-        routed=dict.fromkeys(rows.operands, EXPERTS),
+        routed={i: (EXPERTS, op) for i, op in rows.operands},
     )
 
 
