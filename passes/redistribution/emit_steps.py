@@ -123,37 +123,49 @@ class Emitter:
         return self.call(aten.new_zeros.default, like, list(shape))
 
 
-def stack_parts(emit: Emitter, x: fx.Node, dim: int, counts: Sequence[int], order: Sequence[int]) -> fx.Node:
-    """Cut `dim` into prod(counts) equal parts and stack them along dim 0.
+Cuts = Mapping[int, Sequence[int]]
+"""Of dims that are cut over a group's axes: of each the positions of its axes among these, as the layout nests them."""
 
-    counts: ranks along each axis of the group, as the layout nests them, major first; order: the
-    positions among them in group order.   [a, n*s, b] -> [n*a, s, b]
+
+def stack_parts(emit: Emitter, x: fx.Node, cuts: Cuts, counts: Sequence[int]) -> fx.Node:
+    """Cut dims into equal parts, prod(counts) in all, and stack them along dim 0, in the order of the group.
+
+    counts: ranks along each axis of the group, major first.   [a, n*s, b] -> [n*a, s, b]
     """
-    shape = list(value(x).shape)
-    size = shape[dim] // math.prod(counts)
-    part = [*shape[:dim], size, *shape[dim + 1 :]]
-    n = len(counts)
-    if dim == 0 and list(order) == sorted(order):
+    if _in_a_row(cuts):
         return emit.contiguous(x)
-    cut = emit.view(x, [*shape[:dim], *counts, size, *shape[dim + 1 :]])
-    where = [dim + axis for axis in order]
-    rest = [i for i in range(len(shape) + n) if not dim <= i < dim + n]
-    stacked = emit.contiguous(emit.permute(cut, where + rest))
+    part = [size // _count(cuts, counts, d) for d, size in enumerate(value(x).shape)]
+    order = _nested(cuts, len(part), len(counts))
+    cut = emit.view(x, [counts[i] if i < len(counts) else part[i - len(counts)] for i in order])
+    back = [order.index(i) for i in range(len(order))]
+    stacked = emit.contiguous(emit.permute(cut, back))
     return emit.view(stacked, [math.prod(counts) * part[0], *part[1:]])
 
 
 def unstack_parts(
-    emit: Emitter, x: fx.Node, dim: int, counts: Sequence[int], order: Sequence[int], part: Sequence[int]
+    emit: Emitter, x: fx.Node, cuts: Cuts, counts: Sequence[int], part: Sequence[int]
 ) -> fx.Node:
     """The inverse of `stack_parts`; `part`: shape of one part.   [n*a, s, b] -> [a, n*s, b]"""
-    whole = [*part[:dim], math.prod(counts) * part[dim], *part[dim + 1 :]]
-    if dim == 0 and list(order) == sorted(order):
+    if _in_a_row(cuts):
         return x
-    n = len(counts)
-    stacked = emit.view(x, [*(counts[axis] for axis in order), *part])
-    back = [list(order).index(axis) for axis in range(n)]
-    before, after = range(n, n + dim), range(n + dim, n + len(part))
-    return emit.view(emit.contiguous(emit.permute(stacked, [*before, *back, *after])), whole)
+    stacked = emit.view(x, [*counts, *part])
+    whole = emit.contiguous(emit.permute(stacked, _nested(cuts, len(part), len(counts))))
+    return emit.view(whole, [size * _count(cuts, counts, d) for d, size in enumerate(part)])
+
+
+def _in_a_row(cuts: Cuts) -> bool:
+    """Whether parts lie one after the other in the whole, as in the stack."""
+    return [*cuts] == [0] and list(cuts[0]) == sorted(cuts[0])
+
+
+def _count(cuts: Cuts, counts: Sequence[int], dim: int) -> int:
+    """Into how many parts a dim is cut."""
+    return math.prod(counts[axis] for axis in cuts.get(dim, ()))
+
+
+def _nested(cuts: Cuts, ndim: int, axes: int) -> list[int]:
+    """Of [*counts, *part], the axes of each dim that is cut before it."""
+    return [i for d in range(ndim) for i in (*cuts.get(d, ()), axes + d)]
 
 
 def pad_parts(emit: Emitter, x: fx.Node, dim: int, sizes: Sequence[int]) -> fx.Node:

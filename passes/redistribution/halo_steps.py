@@ -114,16 +114,24 @@ class HaloSite:
         """The ranks of this rank's group, in the group's order."""
         return self.mesh.group(self.rank, self.group_axes)
 
-    def nesting(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Of the step's axes, as a layout nests them: (ranks along each, positions among them of the group's axes)."""
-        return [self.mesh.size(axis) for axis in axes], [axes.index(axis) for axis in self.group_axes]
+    @property
+    def counts(self) -> list[int]:
+        """Ranks along each axis of the group."""
+        return [self.mesh.size(axis) for axis in self.group_axes]
+
+    def positions(self, axes: Sequence[str]) -> list[int]:
+        """Of some of the step's axes among those of the group."""
+        return [self.group_axes.index(axis) for axis in axes]
 
     def span(self, layout: Layout, dim: int, rank: int | None = None) -> Span:
         return layout.interval(self.shape, self.mesh, dim, self.rank if rank is None else rank)
 
-    def part_sizes(self, layout: Layout, dim: int) -> tuple[int, ...]:
-        """Sizes of the group's parts of `dim`, as the layout nests them: in ascending order."""
-        return _part_sizes(layout, self.shape, self.mesh, dim, self.rank, self.step.axes)
+    def part_sizes(self, layout: Layout, dim: int, axes: Sequence[str] | None = None) -> tuple[int, ...]:
+        """Sizes of the group's parts of `dim`, as the layout nests them: in ascending order. axes: of the step those
+        that split it; None: all."""
+        return _part_sizes(
+            layout, self.shape, self.mesh, dim, self.rank, tuple(self.step.axes if axes is None else axes)
+        )
 
     def overlaps(self, dim: int, sender: int, receiver: int) -> list[tuple[Span, Span]]:
         """What rank `sender` holds of what `receiver` wants of `dim`, positions modulo its length: (places in the

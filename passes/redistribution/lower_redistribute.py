@@ -34,6 +34,7 @@ from passes.layout.layout import Layout, Span
 from passes.ops.sent_rows import returned, sent
 from passes.redistribution.emit_steps import (
     COLLECTIVES,
+    Cuts,
     Emitter,
     flatten_pieces,
     pad_parts,
@@ -126,14 +127,27 @@ def _all_gather(site: HaloSite, x: fx.Node) -> fx.Node:
     step: AllGather = site.step
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
-    sizes = site.part_sizes(step.before, step.dim)
-    padded = site.emit.pad(x, step.dim, max(sizes))
-    part = list(value(padded).shape)
-    stacked = [len(sizes) * part[0], *part[1:]]
+    runs = _cut_by(step.before, step.after)
+    sizes = {dim: site.part_sizes(step.before, dim, run) for dim, run in runs.items()}
+    for dim, parts in sizes.items():
+        x = site.emit.pad(x, dim, max(parts))
+    part, ranks = list(value(x).shape), len(site.ranks)
     target = c10d.all_gather_into_tensor.default
-    gathered = site.emit.collective(target, padded, stacked, len(sizes), site.group_name)
-    whole = unstack_parts(site.emit, gathered, step.dim, *site.nesting(step.axes), part)
-    return trim_parts(site.emit, whole, step.dim, sizes)
+    gathered = site.emit.collective(target, x, [ranks * part[0], *part[1:]], ranks, site.group_name)
+    whole = unstack_parts(site.emit, gathered, _cuts(site, runs), site.counts, part)
+    for dim, parts in sizes.items():
+        whole = trim_parts(site.emit, whole, dim, parts)
+    return whole
+
+
+def _cut_by(finer: Layout, coarser: Layout) -> dict[int, tuple[str, ...]]:
+    """The dims that one layout splits further than the other, and the axes by which it does."""
+    pairs = enumerate(zip(finer.dims, coarser.dims, strict=True))
+    return {dim: axes[len(left) :] for dim, (axes, left) in pairs if axes != left}
+
+
+def _cuts(site: HaloSite, runs: Mapping[int, Sequence[str]]) -> Cuts:
+    return {dim: site.positions(run) for dim, run in runs.items()}
 
 
 def _all_reduce(site: HaloSite, x: fx.Node) -> fx.Node:
@@ -146,14 +160,16 @@ def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
     step: ReduceScatter = site.step
     if not math.prod(value(x).shape):
         return site.emit.empty(x, site.result_shape)
-    sizes = site.part_sizes(step.after, step.dim)
-    padded = pad_parts(site.emit, x, step.dim, sizes)
-    part = list(site.result_shape)
-    part[step.dim] = max(sizes)
-    stacked = stack_parts(site.emit, padded, step.dim, *site.nesting(step.axes))
+    runs, part = _cut_by(step.after, step.before), list(site.result_shape)
+    for dim, run in runs.items():
+        sizes = site.part_sizes(step.after, dim, run)
+        x, part[dim] = pad_parts(site.emit, x, dim, sizes), max(sizes)
+    stacked = stack_parts(site.emit, x, _cuts(site, runs), site.counts)
     target = c10d.reduce_scatter_tensor.default
-    reduced = site.emit.collective(target, stacked, part, step.op, len(sizes), site.group_name)
-    return site.emit.slice(reduced, step.dim, 0, site.result_shape[step.dim])
+    reduced = site.emit.collective(target, stacked, part, step.op, len(site.ranks), site.group_name)
+    for dim in runs:
+        reduced = site.emit.slice(reduced, dim, 0, site.result_shape[dim])
+    return reduced
 
 
 def _send_rows(site: HaloSite, x: fx.Node) -> fx.Node:
@@ -200,12 +216,12 @@ def _even_all_to_all(site: HaloSite, x: fx.Node) -> fx.Node:
     n = len(site.ranks)
     part = list(value(x).shape)
     part[step.to_dim] //= n
-    stacked = stack_parts(site.emit, x, step.to_dim, *site.nesting(step.axes))
+    stacked = stack_parts(site.emit, x, {step.to_dim: site.positions(step.axes)}, site.counts)
     splits = [part[0]] * n
     target = c10d.all_to_all_single.default
     moved = site.emit.collective(target, stacked, value(stacked).shape, splits, splits, site.group_name)
     nested = step.before.dims[step.from_dim][-len(step.axes) :]
-    return unstack_parts(site.emit, moved, step.from_dim, *site.nesting(nested), part)
+    return unstack_parts(site.emit, moved, {step.from_dim: site.positions(nested)}, site.counts, part)
 
 
 def _exchange(

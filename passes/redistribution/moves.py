@@ -67,6 +67,7 @@ class Moves:
         yield from self.local(state)
         yield from self.gathers_and_exchanges(state)
         yield from self.reductions(state)
+        yield from self.of_two_dims(state)
         yield from self.halos(state)
         yield from self.rows(state)
 
@@ -103,6 +104,24 @@ class Moves:
             for axes, other in splits.reshards(state.splits[dim]):
                 share = splits.foreign(state.splits[dim], other)
                 yield NextStep(Reshard, axes, (dim,), "", _with_split(state, dim, other), share)
+
+    def of_two_dims(self, state: State) -> Iterator[NextStep]:
+        """Gathers and reduce-scatters that undo or make the splits of two dims as one group."""
+        for i, j in itertools.combinations(range(len(self.dims)), 2):
+            gathers = itertools.product(
+                self.dims[i].gathers(state.splits[i]), self.dims[j].gathers(state.splits[j])
+            )
+            for (first, coarser), (second, other) in gathers:
+                gathered = _with_split(_with_split(state, i, coarser), j, other)
+                yield NextStep(AllGather, first + second, (i, j), "", gathered)
+        for op in sorted({op for _, op in state.partial if op in REDUCE_OPS}):
+            units = in_units([axis for axis in self.mesh.names if (axis, op) in state.partial], self.joined)
+            for first, second in itertools.permutations(units, 2):
+                left = tuple((a, o) for a, o in state.partial if a not in (*first, *second))
+                for i, scattered in self.split_by(State(state.splits, left), first):
+                    for j, target in self.split_by(scattered, second):
+                        if i < j:
+                            yield NextStep(ReduceScatter, first + second, (i, j), op, target)
 
     def halos(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):

@@ -74,7 +74,8 @@ class ToRouted(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Step):
-    """Undo the split of `dim` by its minor-most `axes`, as one group."""
+    """Undo the split of `dim` by its minor-most `axes`, as one group; or those of two dims, of which `dim` is the
+    first, by the axes that only `before` has."""
 
     name = "all_gather"
     kind = "all_gather"
@@ -92,7 +93,8 @@ class AllReduce(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Step):
-    """Reduce the partial `axes` with `op` and split `dim` by them at its minor end."""
+    """Reduce the partial `axes` with `op` and split `dim` by them at its minor end; or two dims, of which `dim` is the
+    first, by the axes that only `after` has."""
 
     name = "reduce_scatter"
     kind = "reduce_scatter"

@@ -356,6 +356,15 @@ def test_rows_travel_to_the_ranks_of_their_experts_and_back() -> None:
     assert [kind for kind, *_ in steps(plan(few, COLUMNS, (8, 8)))] == [ReturnRows, AllToAll]
 
 
+def test_two_dims_in_one_collective() -> None:
+    """8 x 8 bytes in 4 x 2 parts: one gather of 64, where one after the other takes 32 or 16 besides; sums likewise."""
+    both, total = Layout((("a",), ("b",))), Layout(((), ()), (("a", "sum"), ("b", "sum")))
+    assert steps(plan(both, R2, (8, 8), TWO_AXES)) == [(AllGather, ("a", "b"), 64, 65.0)]
+    assert steps(plan(total, both, (8, 8), TWO_AXES)) == [(ReduceScatter, ("a", "b"), 64, 65.0)]
+    turned = Layout((("b",), ("a",)))
+    assert steps(plan(total, turned, (8, 8), TWO_AXES)) == [(ReduceScatter, ("b", "a"), 64, 65.0)]
+
+
 def test_a_token_travels_once_to_each_rank() -> None:
     """Of 400 experts a rank has 100. It has neither of a token's two with probability 300 * 299 / (400 * 399), so that
     1.752 of 4 ranks have one or both. Tokens of two rows, 8 bytes each; a rank has 16 of 64."""
