@@ -41,7 +41,7 @@ from passes.layout.layout import RING, Layout, NodeLayouts
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.predict.step_events import collective_nbytes
 from passes.redistribution.lower_redistribute import collective_nodes
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Choose, Narrowing, boundary_of
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import Prices
@@ -152,7 +152,9 @@ def split(joint: JointGraph, prices: Prices, factor: str) -> Judged:
     )
     names = [node.name for node in joint.graph.nodes if "attention" in str(node.target)]
     chosen = Narrowing(allowed=dict.fromkeys(names, _splitting(factor)) if factor else {})
-    found = find_assignment(joint, prices, boundary_of(joint, {}, {0: ends}, {0: ends}), narrowing=chosen)
+    found = find_assignment(
+        Sought(joint, prices, boundary_of(joint, {}, {0: ends}, {0: ends}), narrowing=chosen)
+    )
     return judged(joint, found.assignment, prices)
 
 

@@ -42,11 +42,11 @@ from benchmarks.rivals.tiny import tiny_task
 from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError
 from passes.layout.layout import Layout
-from passes.search.find import Found
+from passes.search.find import Found, Sought
 from passes.search.judged_choice import counted_seconds
 from passes.search.search_space import SearchSpace
 from passes.search.search_terms import Narrowing
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 
 __all__ = ["NEEDS", "Examined", "examined"]
 
@@ -164,9 +164,9 @@ class _Case:
     def noted(self) -> Callable[..., Found]:
         real = planning.find_fastest
 
-        def find(joint: Any, *args: Any, **options: Any) -> Found:
-            found = real(joint, *args, **options)
-            if joint.graph is self.task.joint.graph:
+        def find(asked: Sought, deadline: Deadline) -> Found:
+            found = real(asked, deadline)
+            if asked.joint.graph is self.task.joint.graph:
                 self.wholes.append(found)
             return found
 
@@ -205,7 +205,7 @@ class _Case:
     def counted(self, bounds: Sequence[float], plan: Plan, drawings: int) -> None:
         """The plan's bounds against what is counted of other layouts, as the fastest plan overlaps."""
         task = self.task
-        space = build_space(task.joint, task.prices, task.boundary)
+        space = SpaceBuilder(task.joint, task.prices, task.boundary).built()
         own = next(one for one in self.wholes if one.lower_bound == plan.lower_bound)
         others: list[tuple[str, Any]] = [("another search", one.assignment) for one in self.wholes]
         others += [

@@ -36,7 +36,7 @@ from benchmarks.fuzz_bounds import drawn_choices
 from benchmarks.rivals.sized_nets import Drawn, Images, drawn
 from passes.capture import Captured
 from passes.layout.layout import Layout
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.simulate.reference import eager_results, reference_inputs
 
 __all__ = ["Checked", "checked"]
@@ -126,7 +126,7 @@ class _Case:
 
     def _drawn(self, task: Task) -> Plan:
         """Of layouts that are possible, each node's at random; the fastest, where none are met."""
-        space = build_space(task.joint, task.prices, task.boundary)
+        space = SpaceBuilder(task.joint, task.prices, task.boundary).built()
         choice = next(drawn_choices(space, self._generator, 20), None)
         if choice is None:
             return search_plan(task)

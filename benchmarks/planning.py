@@ -45,7 +45,7 @@ from passes.predict.predict_step import predicted_step
 from passes.search.agree import first_overlaps
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_terms import boundary_of
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.simulate.lockstep import simulated_groups
 
 STAGES = ("capture", "canonicalize", "space", "search", "decide", "hash", "predict", "rank program")
@@ -126,7 +126,7 @@ def _by_stage(arguments: argparse.Namespace) -> Run:
         # Output 0, the loss, is global; the logits stay as the plan leaves them.
         outputs = {spec.index: None for spec in joint.outputs if spec.kind == "output" and spec.index > 0}
         boundary = boundary_of(joint, parameters={}, inputs={}, outputs=outputs)
-        space = build_space(joint, prices, boundary, memory_limit=limit)
+        space = SpaceBuilder(joint, prices, boundary).built(limit)
     with run.stage("search"):
         kinds = space.kinds(first_overlaps(prices.overlap_efficiency))
         found = solve_overlapped(space.problem, kinds, time_limit=arguments.time_limit)

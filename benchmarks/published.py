@@ -37,7 +37,7 @@ from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import cut_batch
 from passes.plan.decide import decide
 from passes.predict.predict_step import predicted_step
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
@@ -96,7 +96,9 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> ByHand:
     batch = placements_to_layout(shard, (row.micro_batch * row.gpus, row.sequence), mesh, what="tokens")
     # Micro-batches are cut from the whole batch, which is tokens alone.
     inputs = {0: batch, 1: batch} if row.accumulation == 1 else {}
-    found = find_assignment(joint, prices, boundary_of(joint, parameters=pins, inputs=inputs, outputs={}))
+    found = find_assignment(
+        Sought(joint, prices, boundary_of(joint, parameters=pins, inputs=inputs, outputs={}))
+    )
     assignment = as_fsdp_moves(joint, found.assignment)
     planned = decide(joint, assignment, prices)
     prediction = predicted_step(joint, planned, prices)

@@ -122,18 +122,13 @@ def _resolve(profile: ProfileRecord, mesh: MeshSpec, kind: str, axes: tuple[str,
     assert len(set(axes)) == len(axes), f"an axis is used twice: {axes}"
     shape = group_shape(mesh, axes)
     if not shape:
-        return _free
+        return lambda nbytes: 0.0
     groups = mesh_occupancies(mesh, axes, profile.link_domains)
     slope = max(floor_slope(kind, group, profile.links) for group in groups)
     measured = _samples(profile, kind)
     own = measured.get(shape)
     price = _model(profile, kind, groups) if own is None else _measured(own, slope)
     return _between(price, measured, shape, slope, cap=own is None)
-
-
-def _free(nbytes: float) -> float:
-    """Price on a group of one rank."""
-    return 0.0
 
 
 def _samples(profile: ProfileRecord, kind: str) -> dict[GroupShape, CollectiveSamples]:

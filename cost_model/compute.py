@@ -27,11 +27,11 @@ products of 256 to 1,024: 48 to 78 Gflop/s in float8, 860 to 930 in int8, 105 to
 class ComputePrices:
     """Prices of kernels under `profile`.
 
-        op_seconds = launch + max(flops / rate(flops, dtype), nbytes / memory bandwidth)
+        seconds = launch + max(flops / rate(flops, dtype), nbytes / memory bandwidth)
 
     A product on a CPU waits for what it loads beyond the operands that its rate was measured with:
 
-        op_seconds = launch + max(flops / rate, bare(flops) + nbytes / memory bandwidth)
+        seconds = launch + max(flops / rate, bare(flops) + nbytes / memory bandwidth)
 
     where bare is flops / rate less the time to load the operands of the product that was measured.
     16 rows times a cold 768 x 3072 weight took 1.46 ms on one core. The arithmetic takes 0.90 ms at the measured rate,
@@ -40,7 +40,7 @@ class ComputePrices:
     A product on a GPU waits for half of its stores (`STORE_SHARE`). Measured rates include this wait, so only nominal
     profiles add it:
 
-        op_seconds = launch + max(flops / rate + STORE_SHARE * stored / memory bandwidth, nbytes / memory bandwidth)
+        seconds = launch + max(flops / rate + STORE_SHARE * stored / memory bandwidth, nbytes / memory bandwidth)
 
     device_type: where the plan will run, if known. A profile of another device type still prices (a
     plan for GPUs may be tried on CPUs); `foreign` then says that the numbers are another device's.
@@ -54,7 +54,7 @@ class ComputePrices:
         self.timed = timed
         self._scales: dict[KernelKind | None, float] = {}
         self.foreign = device_type is not None and device_type != profile.device_type
-        self._launch = profile.device.launch_seconds
+        self.launch_seconds = profile.device.launch_seconds
         self._seconds_per_byte = 1.0 / profile.device.memory_bytes_per_second
         self._kinds: dict[KernelKind, dict[str, Curve]] = {
             kind: {rates.dtype: _time_curve(rates) for rates in profile.device.rates(kind)}
@@ -76,11 +76,6 @@ class ComputePrices:
         self._slowest = _time_curve(min(profile.device.matmul, key=lambda rates: rates.flops_per_second[-1]))
         best = {rates.dtype: max(rates.flops_per_second) for rates in profile.device.matmul}
         self._narrow, self._wide = (best.get(name, min(best.values())) for name in ("float32", "float64"))
-
-    @property
-    def launch_seconds(self) -> float:
-        """Constant part of every kernel."""
-        return self._launch
 
     def matmul_seconds(self, flops: float, dtype_name: str) -> float:
         """Arithmetic time of a matrix product of `flops` = 2 m n k operations, without launch.
@@ -119,19 +114,8 @@ class ComputePrices:
         return "modelled" if self.timed is None or key is None else self.timed.priced(key)
 
     def _modelled(self, work: KernelWork) -> float:
-        seconds = self.op_seconds if work.launched else self.kernel_seconds
-        return seconds(work.flops, work.nbytes, work.dtype, work.kind, work.stored)
-
-    def op_seconds(
-        self,
-        flops: float,
-        nbytes: float,
-        dtype_name: str,
-        kind: KernelKind | None = "matmul",
-        stored: float = 0.0,
-    ) -> float:
-        """launch + `kernel_seconds`. Pointwise kernels pass flops=0."""
-        return self._launch + self.kernel_seconds(flops, nbytes, dtype_name, kind, stored)
+        seconds = self.kernel_seconds(work.flops, work.nbytes, work.dtype, work.kind, work.stored)
+        return seconds + (self.launch_seconds if work.launched else 0.0)
 
     def kernel_seconds(
         self,
@@ -144,9 +128,8 @@ class ComputePrices:
         """Seconds of a kernel that is running: its arithmetic, loads and stores, as the class says. stored: those of
         `nbytes` that are results."""
         arithmetic, memory = self.arithmetic_seconds(kind, flops, dtype_name), self.memory_seconds(nbytes)
-        if kind == "matmul" and flops and dtype_name in self._bare:
-            memory += self._bare[dtype_name](flops)
         if kind == "matmul" and flops:
+            memory += self._bare[dtype_name](flops) if dtype_name in self._bare else 0.0
             arithmetic += stored * self._seconds_per_stored
         return max(arithmetic, memory)
 

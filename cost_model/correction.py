@@ -110,15 +110,12 @@ def scaled_link(profile: Profile, level: int, factor: float) -> Profile:
     with the old ones, so that a curve of other levels stays as it was. No time is below what the new peaks allow.
     """
     old = profile.links
-    links = tuple(_scaled(link, factor) if i == level else link for i, link in enumerate(old))
+    peak = old[level].peak_bytes_per_second * factor
+    faster = with_rates(old[level], lambda rate: rate * factor, peak_bytes_per_second=peak)
+    links = (*old[:level], faster, *old[level + 1 :])
     curves = tuple(_rescaled(samples, old, links) for samples in profile.collectives)
     name = f"{profile.name}, {old[level].name} x {factor:.3g}"
     return replace(profile, name=name, links=links, collectives=curves)
-
-
-def _scaled(link: LinkLevel, factor: float) -> LinkLevel:
-    peak = link.peak_bytes_per_second * factor
-    return with_rates(link, lambda rate: rate * factor, peak_bytes_per_second=peak)
 
 
 def _rescaled(
@@ -181,12 +178,13 @@ def corrected_profile(
     ratios: dict[int, list[float]] = {}  # link level -> measured / modelled of what it carries
     for (kind, axes), points in _by_group(times, mesh).items():
         group = group_shape(mesh, axes)
-        slope = _floor_slope(profile, mesh, kind, axes)
+        groups = mesh_occupancies(mesh, axes, profile.link_domains)
+        slope = max(floor_slope(kind, one, profile.links) for one in groups)
         measured = _above(dict(zip(points, monotone(list(points.values())), strict=True)), slope)
         known = samples.get((kind, group))
         if known is None:
             ratio = statistics.median(s / prices.seconds(kind, axes, n) for n, s in measured.items())
-            for level in _levels(profile, mesh, axes):
+            for level in {use.level for one in groups for use in one.uses}:
                 ratios.setdefault(level, []).append(ratio)
         before = (
             _above(_modelled(prices, kind, axes, measured), slope)
@@ -231,17 +229,6 @@ def _by_group(
         key: {nbytes: statistics.median(values) for nbytes, values in sorted(sizes.items())}
         for key, sizes in found.items()
     }
-
-
-def _floor_slope(profile: Profile, mesh: MeshSpec, kind: str, axes: tuple[str, ...]) -> float:
-    """Seconds per byte at the links' stated peak."""
-    groups = mesh_occupancies(mesh, axes, profile.link_domains)
-    return max(floor_slope(kind, group, profile.links) for group in groups)
-
-
-def _levels(profile: Profile, mesh: MeshSpec, axes: tuple[str, ...]) -> set[int]:
-    """The link levels that the groups along `axes` use."""
-    return {use.level for group in mesh_occupancies(mesh, axes, profile.link_domains) for use in group.uses}
 
 
 def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:

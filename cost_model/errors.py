@@ -11,6 +11,7 @@ import math
 import os
 import reprlib
 from collections import Counter
+from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
@@ -59,6 +60,11 @@ _SHORT = reprlib.Repr()
 def reject(argument: str, value: object, remedy: str) -> ShardingError:
     """The error for a value of the wrong kind. A long value is cut, because it may be a whole tensor."""
     return ShardingError(f"{argument} is {shown(value)}\n  try: {remedy}")
+
+
+def few(names: Sequence[str], most: int, more: str = " and {} more") -> str:
+    """The first `most` of the names, and how many there are besides."""
+    return ", ".join(names[:most]) + (more.format(len(names) - most) if len(names) > most else "")
 
 
 def shown(value: object) -> str:

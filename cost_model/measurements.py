@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
+import numpy as np
 from msgspec import Meta
 
 from cost_model.mesh import MOST_DEVICES
@@ -156,18 +157,7 @@ class Lateness:
         (n + 1) of its width   [order statistics]
         """
         share = 1.0 if self.ranks is None else _range(ranks) / _range(self.ranks)
-        return share * self._measured(computed)
-
-    def _measured(self, computed: float) -> float:
-        """Seconds for the group that it was measured over."""
-        xs, ys = self.computing_seconds, self.seconds
-        i = bisect_right(xs, computed)
-        if i == 0:
-            return 0.0
-        if i == len(xs):
-            return ys[-1]
-        share = (computed - xs[i - 1]) / (xs[i] - xs[i - 1])
-        return ys[i - 1] + share * (ys[i] - ys[i - 1])
+        return share * float(np.interp(computed, self.computing_seconds, self.seconds, left=0.0))
 
     def mistake(self) -> str | None:
         """What is wrong with it, if anything is."""

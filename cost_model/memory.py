@@ -8,7 +8,7 @@ The last are published figures, rounded to what was printed; no machine of this 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -66,37 +66,27 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(value: str | int, argument: str = "memory_limit") -> int:
-    """70_000_000_000, "70GB" (decimal), "64GiB" (binary), "1.5 TB" -> bytes.
+def parse_bytes(value: str | int) -> int:
+    """A memory limit: 70_000_000_000, "70GB" (decimal), "64GiB" (binary), "1.5 TB" -> bytes.
 
-    Raises ShardingError, naming `argument`, for anything else, and for less than one byte.
+    Raises ShardingError for anything else, and for less than one byte.
     """
-    if isinstance(value, str):
-        nbytes = _parse_text(value, argument)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
-    else:
-        raise _bad_size(value, argument)
-    if not 1 <= nbytes < 2**63:
-        raise _bad_size(value, argument)
-    return nbytes
+    nbytes = _parse_text(value) if isinstance(value, str) else value
+    if isinstance(nbytes, int) and not isinstance(nbytes, bool) and 1 <= nbytes < 2**63:
+        return nbytes
+    raise ShardingError(
+        f"memory_limit is {shown(value)}; it must be a number of bytes above zero\n"
+        f"  the units are {', '.join(filter(None, _UNITS))}\n"
+        '  try: "70GB" (70 * 1000**3), "64GiB" (64 * 1024**3) or an integer'
+    )
 
 
-def _parse_text(text: str, argument: str) -> int:
+def _parse_text(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if match is None or match[2].lower() not in units:
-        raise _bad_size(text, argument)
+        return None
     return round(Decimal(match[1]) * units[match[2].lower()])
-
-
-def _bad_size(value: object, argument: str) -> ShardingError:
-    units: Sequence[str] = [unit for unit in _UNITS if unit]
-    return ShardingError(
-        f"{argument} is {shown(value)}; it must be a number of bytes above zero\n"
-        f"  the units are {', '.join(units)}\n"
-        '  try: "70GB" (70 * 1000**3), "64GiB" (64 * 1024**3) or an integer'
-    )
 
 
 Axes = tuple[str, ...]

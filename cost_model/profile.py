@@ -84,18 +84,8 @@ class Profile(ProfileRecord):
         """
         from cost_model.measure.measure import measure_profile  # imports torch, which prices do not need
 
-        return cls._of(
-            measure_profile(
-                mesh,
-                time_budget=time_budget,
-                largest_nbytes=largest_nbytes,
-                name=name,
-                command=command,
-                progress=progress,
-                clock=clock,
-                attend=attend,
-            )
-        )
+        given = time_budget, largest_nbytes, name, command, progress, clock, attend
+        return cls._of(measure_profile(mesh, *given))
 
     @classmethod
     def from_nccl_tests(

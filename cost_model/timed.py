@@ -22,6 +22,7 @@ from cost_model.groups import GroupShape
 from cost_model.measurements import KernelKind
 
 _K = TypeVar("_K")
+_T = TypeVar("_T")
 Shapes = tuple[tuple[int, ...], ...]
 
 Priced = Literal["modelled", "near", "timed"]
@@ -138,7 +139,7 @@ class TimedPrices:
 
     def collective_priced(self, kind: str, group: GroupShape, nbytes: int) -> Priced:
         """Where the price of a collective comes from. near: of a size between those timed, or half or twice one."""
-        sizes = self._sizes.get((kind, group), set())
+        sizes = [one.nbytes for one in self._groups.get((kind, group), ())]
         if nbytes in sizes:
             return "timed"
         between = sizes and min(sizes) / 2**NEAREST <= nbytes <= max(sizes) * 2**NEAREST
@@ -177,11 +178,8 @@ class TimedPrices:
         return _grouped(self.kernels, lambda kernel: kernel.key.form)
 
     @cached_property
-    def _sizes(self) -> dict[tuple[str, GroupShape], set[int]]:
-        found: dict[tuple[str, GroupShape], set[int]] = {}
-        for one in self.collectives:
-            found.setdefault((one.kind, one.group), set()).add(one.nbytes)
-        return found
+    def _groups(self) -> dict[tuple[str, GroupShape], list[TimedCollective]]:
+        return _grouped(self.collectives, lambda one: (one.kind, one.group))
 
     @cached_property
     def hash(self) -> str:
@@ -191,10 +189,10 @@ class TimedPrices:
         return hashlib.sha256(b"\n".join((*kernels, b"", *collectives))).hexdigest()[:16]
 
 
-def _grouped(kernels: Iterable[TimedKernel], key: Callable[[TimedKernel], _K]) -> dict[_K, list[TimedKernel]]:
-    found: dict[_K, list[TimedKernel]] = {}
-    for kernel in kernels:
-        found.setdefault(key(kernel), []).append(kernel)
+def _grouped(timed: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    found: dict[_K, list[_T]] = {}
+    for one in timed:
+        found.setdefault(key(one), []).append(one)
     return found
 
 

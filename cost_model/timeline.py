@@ -122,17 +122,14 @@ class _Run:
         self.start[head] = self.now
         return head
 
-    def _lost(self, comm: int) -> float:
-        """Of a second of it beside another stream, the share that hides nothing."""
-        own = self.events[comm].efficiency
-        return 1.0 - (self.efficiency if own is None else own)
-
     def _advance(self, compute: int | None, comms: list[int]) -> None:
         """Advance until the first of the running events ends."""
         # The first event not finished has all it waits for, so one of the streams always runs.
         assert compute is not None or comms
         running = comms if compute is None else [*comms, compute]
-        lost = [self._lost(comm) for comm in comms]
+        own = (self.events[comm].efficiency for comm in comms)
+        # Of a second of each beside another stream, the share that hides nothing.
+        lost = [1.0 - (self.efficiency if one is None else one) for one in own]
         stretch = 1.0 + sum(lost) - (max(lost) if compute is None else 0.0)
         work = min(self.left[i] for i in running)
         elapsed = work * stretch

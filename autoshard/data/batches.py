@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,6 +92,7 @@ def _copied(array: Tensor | np.ndarray, index: int, slices: Slices) -> Tensor:
     return part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
 
 
+@dataclass(eq=False)
 class PartReader(Dataset[Any]):
     """A BatchPart -> the batch: what the DataLoader's workers run.
 
@@ -98,14 +100,10 @@ class PartReader(Dataset[Any]):
     caller's generators stay as they were. A part without samples has every tensor's dim 0 empty.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int], Any],
-        finish: Callable[[Any], Any],
-        collate: Callable[[list[Any]], Any],
-        seed: int,
-    ) -> None:
-        self._read, self._finish, self._collate, self._seed = read, finish, collate, seed
+    _read: Callable[[int], Any]
+    _finish: Callable[[Any], Any]
+    _collate: Callable[[list[Any]], Any]
+    _seed: int
 
     def __getitem__(self, part: BatchPart) -> Any:
         with random_state_kept():

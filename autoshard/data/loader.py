@@ -92,14 +92,8 @@ def rank_loader(
     axes = batch_axes(placements, mesh, order.sizes, order.batch_size)
     given = None if order.sizes is None else order.sizes.get(0)
     split = BatchSplit(order.batch_size, tuple(map(mesh.size, axes)), None if given is None else tuple(given))
-    sampler = PartSampler(
-        _length(dataset),
-        split,
-        mesh.linear_index(rank, axes),
-        shuffle=order.shuffle,
-        seed=order.seed,
-        drop_last=order.drop_last,
-    )
+    index, how = mesh.linear_index(rank, axes), (order.shuffle, order.seed, order.drop_last)
+    sampler = PartSampler(_length(dataset), split, index, *how)
     _check_batches(sampler)
     reader = batch_reader(dataset, placements, mesh, rank, order.sizes, collate, order.seed)
     try:

@@ -159,6 +159,7 @@ class BatchPart:
     epoch: int
 
 
+@dataclass(eq=False)
 class PartSampler(Sampler[BatchPart]):
     """One rank's part of every batch of an epoch, from batch `start` on.
 
@@ -169,17 +170,14 @@ class PartSampler(Sampler[BatchPart]):
     length: of the dataset. index: of this rank among those that split the batch.
     """
 
-    def __init__(
-        self, length: int, split: BatchSplit, index: int, *, shuffle: bool, seed: int, drop_last: bool
-    ) -> None:
-        self.length = length
-        self.split = split
-        self.index = index
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        self.start = 0
+    length: int
+    split: BatchSplit
+    index: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    epoch: int = 0
+    start: int = 0
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""

@@ -135,7 +135,8 @@ class Grouping:
 def group_by_module(graph: nx.DiGraph, most_ops: int = 48, most_groups: int = 200) -> Grouping:
     """One group per op if there are at most `most_ops`; else per module, at the greatest depth of
     module paths that gives at most `most_groups` (or depth 1, whatever it gives)."""
-    order = list(nx.lexicographical_topological_sort(graph, key=_positions(graph)))
+    place = {node: index for index, node in enumerate(graph)}
+    order = list(nx.lexicographical_topological_sort(graph, key=place.__getitem__))
     ops = [node for node in order if graph.nodes[node]["kind"] not in ("param", "buffer", "output")]
     if len(ops) <= most_ops:
         return _group(graph, order, lambda node: node)
@@ -146,11 +147,6 @@ def group_by_module(graph: nx.DiGraph, most_ops: int = 48, most_groups: int = 20
             break
         grouping = _group(graph, order, _module_at(graph, depth))
     return grouping
-
-
-def _positions(graph: nx.DiGraph) -> Callable[[str], int]:
-    place = {node: index for index, node in enumerate(graph)}
-    return lambda node: place[node]
 
 
 def _module_at(graph: nx.DiGraph, depth: int) -> Callable[[str], str]:

@@ -14,10 +14,10 @@ from autoshard.plan.infeasible import too_much
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
-from passes.search.corrected_rows import Held
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.search.search_terms import Narrowing
+from passes.search.state_columns import Held
 from passes.states.compute_again import compute_again
 
 _ROUNDS = 8

@@ -27,7 +27,7 @@ from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, OperandRecord
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Narrowing
 from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
@@ -170,15 +170,8 @@ def plan_holding(
     """With layouts of the nodes of a graph like this one; `carried_plan` says how. again: what is computed again."""
     joint = compute_again(task.joint, known_ops(task.joint, again))
     try:
-        found = find_assignment(
-            joint,
-            prices,
-            task.boundary,
-            memory_limit=task.memory_limit,
-            reserve=reserve,
-            deadline=search_until(task.joint, Deadline.after(task.time_limit)),
-            narrowing=Narrowing(held=layouts),
-        )
+        asked = Sought(joint, prices, task.boundary, task.memory_limit, reserve, Narrowing(held=layouts))
+        found = find_assignment(asked, search_until(task.joint, Deadline.after(task.time_limit)))
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")

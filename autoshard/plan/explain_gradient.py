@@ -10,6 +10,7 @@ from functools import cached_property
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import transfer_words
+from cost_model.errors import few
 from cost_model.memory import format_seconds
 from passes.layout.layout import Layout
 from passes.plan.planned_graph import NodeRecord, OperandRecord, Reshard, ResultRecord
@@ -131,8 +132,7 @@ def _reason(makers: Sequence[str], split: bool, held: bool) -> str:
     """Why, of the axes of its field. makers: ops whose sums are pending over them. split: whether the gradient is
     computed in parts; held: whether the parameter is in parts."""
     if makers:
-        more = f" and {len(makers) - 2} more" if len(makers) > 2 else ""
-        sums = f"{', '.join(f'%{name}' for name in makers[:2])}{more} sum{'s' * (len(makers) == 1)}"
+        sums = f"{few([f'%{name}' for name in makers], 2)} sum{'s' * (len(makers) == 1)}"
         whose = "{0} splits the parameter: each rank keeps its part"
         whole = "the parameter is whole over {0}: each rank needs all of it"
         return f"{sums} over what {{0}} splits, and {whose if held else whole}"

@@ -12,7 +12,7 @@ from cost_model.deadline import Deadline
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.routing import Routing
-from passes.search.alternatives import Alternative
+from passes.search.find import Alternative
 
 Role = Literal["whole", "stored", "used", "experts", "sequence"]
 """Over an axis. whole: weights stored and used whole. stored: stored split, gathered to use. used: stored split, and
@@ -127,12 +127,9 @@ def family_named(name: str) -> Family | None:
 
 
 _PIPELINE = "find_plan(..., stages='auto', micro_batches='auto'), and the step_time of both plans"
-_OTHERWISE = {
-    "pp": _PIPELINE,
-    "pipeline": _PIPELINE,
-    "pipelineparallel": _PIPELINE,
-    "pipelineparallelism": _PIPELINE,
-}
+_OTHERWISE: Mapping[str, str] = dict.fromkeys(
+    ("pp", "pipeline", "pipelineparallel", "pipelineparallelism"), _PIPELINE
+)
 """Names of plans that pinned weights do not make, and how to ask for them."""
 
 

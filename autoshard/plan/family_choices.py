@@ -87,7 +87,7 @@ class _Wishes:
         split: Collection[fx.Node],
         but: Collection[fx.Node],
     ) -> Iterator[tuple[str, _Wish]]:
-        for parameter in (one for one in _parameters(self.joint) if one not in but):
+        for parameter in (one for one in self.joint.given_as("param") if one not in but):
             if role != "used":
                 yield parameter.name, _stored(axis, role)
             elif parameter in split:
@@ -191,10 +191,6 @@ def _splits(layout: Layout, axis: str, dims: Sequence[int] | None) -> bool:
     return axis in itertools.chain(*chosen)
 
 
-def _parameters(joint: JointGraph) -> list[fx.Node]:
-    return [node for node, spec in joint.given if spec.kind == "param"]
-
-
 def made_of_experts(joint: JointGraph) -> frozenset[fx.Node]:
     """Weights of experts, and what ops of one operand make of them."""
     weights = _expert_weights(_reads(joint))
@@ -217,7 +213,7 @@ def _reads(joint: JointGraph) -> Iterator[_Read]:
 
 def _passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Parameters, and what ops of one operand make of them -> the parameter."""
-    of: dict[fx.Node, fx.Node] = {parameter: parameter for parameter in _parameters(joint)}
+    of = {parameter: parameter for parameter in joint.given_as("param")}
     for node in joint.graph.nodes:
         if node.op == "call_function" and result_index(node)[0] is node:
             operands = tensor_operands(node)

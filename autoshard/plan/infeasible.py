@@ -10,7 +10,7 @@ from functools import cached_property
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, few
 from cost_model.memory import enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values
@@ -160,11 +160,10 @@ def _without_pins(case: _Case) -> Iterator[str]:
     if not worth:
         return
     names = sorted(worth, key=lambda name: (-worth[name], name))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     total = sum(worth.values())
     enough = "which is enough" if total >= case.missing else f"of the {format_bytes(case.missing)} missing"
     yield (
-        f"without the pins of {', '.join(names[:3])}{more} in `constraints`: split over all axes they take "
+        f"without the pins of {few(names, 3)} in `constraints`: split over all axes they take "
         f"{format_bytes(total)} less, {enough}"
     )
 

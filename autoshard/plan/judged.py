@@ -21,7 +21,7 @@ from passes.plan.planned_graph import Collective, PlannedGraph
 from passes.predict.predict_step import StepInOrders, predicted_step
 from passes.predict.prediction import KINDS, MemoryStep, MemoryWalk, Prediction, TimelinePart
 from passes.redistribution.redistribute import Redistributor
-from passes.search.corrected_rows import Held
+from passes.search.state_columns import Held
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import TrafficModel, eager_traffic, fused_traffic, grouped_traffic

@@ -18,7 +18,7 @@ from autoshard.plan.explain import explain_plan, plan_difference, plan_text
 from autoshard.plan.explain_part import explain_named
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
 from autoshard.plan.plan_content import of_stages
-from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
+from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, check_undamaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_summary import plan_summary
 from autoshard.plan.why_not import PlanQuestions
@@ -122,11 +122,6 @@ class Plan(PlanQuestions):
         """Write the JSON that `load` reads. PlanError where no file can be written."""
         write_plan(self.to_json(), path)
 
-    @property
-    def lowering(self) -> PlannedGraph:
-        """`planned`, by the name of earlier versions."""
-        return self.planned
-
     @cached_property
     def sizes(self) -> tuple[PlannedGraph, ...]:
         """Of the step with the first piece, and with the first of every other size."""
@@ -209,21 +204,20 @@ class Plan(PlanQuestions):
 
 def _whole_of(data: Any, where: str) -> Plan:
     plan = Plan(**PLAN_FILE.fields(data, where))
-    for problem in plan_problems(plan):
-        raise damaged(where, problem)
+    check_undamaged(where, plan_problems(plan))
     return plan
 
 
 def _pipeline_of(data: Any, where: str) -> PipelinePlan:
     read = PIPELINE_FILE.fields(data, where)
-    for problem in pipeline_problems(**read):
-        raise damaged(where, problem)
+    check_undamaged(where, pipeline_problems(**read))
     parts = [
         structs.replace(part, plan=_whole_of(part.plan, f"{where}, stage {i}"))
         for i, part in enumerate(read["parts"])
     ]
-    for problem in stage_problems(parts, read["mesh"].resized(read["axis"], 1), read["micro_batches"]):
-        raise damaged(where, problem)
+    check_undamaged(
+        where, stage_problems(parts, read["mesh"].resized(read["axis"], 1), read["micro_batches"])
+    )
     return PipelinePlan.of(**{**read, "parts": tuple(parts)})
 
 

@@ -184,14 +184,6 @@ class PlanContent:
         return tuple(c for stage in self.stages for c in stage.planned.collectives)
 
     @property
-    def reads(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(part.reads for part in self.parts)
-
-    @property
-    def returns(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(part.returns for part in self.parts)
-
-    @property
     def ranks(self) -> int:
         """Along `axis`. PlanError of a plan without stages, as of all that asks for them."""
         if not self.axis:

@@ -23,7 +23,7 @@ from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import first_of_each_size, layouts_like
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Boundary
 from passes.states.compute_again import compute_again, copies_in
 from passes.strategies.prices import Prices
@@ -206,6 +206,7 @@ def _other_sizes(
     for place in sorted(set(first_of_each_size(graphs)))[1:]:
         graph = compute_again(graphs[place], again)
         like = layouts_like(assignment, graph)
-        held = find_assignment(graph, prices, boundary(graph), narrowing=like, deadline=deadline).assignment
+        asked = Sought(graph, prices, boundary(graph), narrowing=like)
+        held = find_assignment(asked, deadline).assignment
         found.append(decide(graph, held, prices).nodes)
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, cached_property
 from typing import Any, Literal, get_type_hints
@@ -75,9 +75,9 @@ class PlanFile:
                 if isinstance(error, UnicodeError)
                 else str(error).partition("\n")[0]
             )
-            raise damaged(where, said) from None
         except RecursionError:
-            raise damaged(where, "nested too deep") from None
+            said = "nested too deep"
+        raise PlanError(f"{where} is a damaged plan: {said}{_AGAIN}")
 
 
 _IN_STAGES = (
@@ -111,8 +111,10 @@ PIPELINE_FILE = PlanFile(
 """Of a plan with stages, each of which has a plan of its own: `of_stages` says the rest."""
 
 
-def damaged(where: str, problem: str) -> PlanError:
-    return PlanError(f"{where} is a damaged plan: {problem}{_AGAIN}")
+def check_undamaged(where: str, problems: Iterator[str]) -> None:
+    """PlanError with the first of the problems."""
+    for problem in problems:
+        raise PlanError(f"{where} is a damaged plan: {problem}{_AGAIN}")
 
 
 def write_plan(data: dict[str, Any], path: str | os.PathLike[str]) -> None:

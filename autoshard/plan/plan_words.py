@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent, Raced
 from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
+from cost_model.errors import few
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
 from passes.layout.layout import Layout
@@ -45,8 +46,7 @@ def words_apart(mine: PlanContent, other: PlanContent) -> str:
         return words
     before, after = _layouts(mine), _layouts(other)
     differ = [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after.get(name)]
-    more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
-    return f"{words}; {', '.join(differ[:3])}{more}" if differ else words
+    return f"{words}; {few(differ, 3, ', and {} more')}" if differ else words
 
 
 def _layouts(plan: PlanContent) -> dict[str, str]:

@@ -250,17 +250,14 @@ class StageSearch:
 def _suits(first: PlannedStage, task: Task) -> bool:
     """Whether the plan of `first` is one for `task`, if both compute the same and have the same ends: it fits, as all
     do that were made for no more room, and leaves little unused, if it was made for more in some respect."""
-    if not _has_more_room(first.task, task):
+    limit, flight = _limit(task), task.joint.in_flight
+    if (
+        first.task.joint.in_flight >= flight and _limit(first.task) <= limit
+    ):  # it has no more room in any respect
         return True
-    limit = _limit(task)
     # Share of its limit that a stage may leave unused with the plan of one that was given more memory for more
     # in flight, or less for less. Another search takes as long as the first, and would find little more.
-    return 0 <= limit - first.needs(task.joint.in_flight) <= 0.2 * limit
-
-
-def _has_more_room(task: Task, other: Task) -> bool:
-    """In any respect: less in flight beside it, or a larger limit."""
-    return task.joint.in_flight < other.joint.in_flight or _limit(task) > _limit(other)
+    return 0 <= limit - first.needs(flight) <= 0.2 * limit
 
 
 def _limit(task: Task) -> float:

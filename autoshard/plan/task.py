@@ -52,9 +52,8 @@ from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import fallback_ops
 from passes.plan.planned_graph import Collective
 from passes.predict.prediction import MemoryWalk
-from passes.search.alternatives import alternatives
 from passes.search.coarse_to_fine import find_fastest
-from passes.search.find import Found
+from passes.search.find import Found, Sought, alternatives
 from passes.search.find_states import OfferedStates
 from passes.search.judged_choice import Judgement, counted_seconds
 from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart, boundary_of
@@ -205,18 +204,9 @@ def search_plans(
             narrowing = task.narrowing if chosen is None else chosen.narrowing(task.narrowing)
 
             def search() -> Found:
-                found = find_fastest(
-                    joint,
-                    prices,
-                    task.boundary,
-                    memory_limit=memory_limit,
-                    reserve=reserve,
-                    deadline=latest,
-                    narrowing=narrowing,
-                    judge=judge,
-                    start=start.ending_at(task.gap),
-                    hear=lambda one: best.hear(one, of_all=chosen is None and number == 0),
-                )
+                given = joint, prices, task.boundary, memory_limit, reserve, narrowing
+                hear = lambda one: best.hear(one, of_all=chosen is None and number == 0)
+                found = find_fastest(Sought(*given, judge, start.ending_at(task.gap), hear), latest)
                 return replace(best.with_peak(found), rivals=tuple(map(best.with_peak, found.rivals)))
 
             if chosen is not None or memory_limit is not None:

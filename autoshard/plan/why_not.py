@@ -26,7 +26,7 @@ from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import pinned_layout
 from autoshard.plan.plan_words import plan_words
-from cost_model.errors import InfeasibleError, PlanError, reject
+from cost_model.errors import InfeasibleError, PlanError, few, reject
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
@@ -240,7 +240,7 @@ def _pinned(node: fx.Node, placements: Any, mesh: MeshSpec) -> Choose:
             known = list(dict.fromkeys(str(strategy.results[first]) for strategy in strategies))
             raise InfeasibleError(
                 f"no way to compute node {node.name} leaves {layout}; those there are leave one of\n"
-                f"    {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}\n"
+                f"    {few(known, 12, ', ...')}\n"
                 "  try: one of these, or a node that reads it"
             )
         return found

@@ -223,11 +223,10 @@ def _task(
     if joint.pieces == 1:
         split = dict.fromkeys(configuration.batch_axes, Shard(0)) | {"cp": Shard(1)}
         rows = [split.get(axis, Replicate()) for axis in mesh.names]
-        tensors = [node for node, spec in joint.given if spec.kind == "input"]
         laid_out = lambda node: placements_to_layout(
             rows, tuple(node_value(node).shape), mesh, what="a batch"
         )
-        inputs = {i: laid_out(node) for i, node in enumerate(tensors)}
+        inputs = {i: laid_out(node) for i, node in enumerate(joint.given_as("input"))}
     return replace(
         machine.task(captured, mesh, inputs),
         memory_limit=None,

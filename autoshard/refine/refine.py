@@ -23,8 +23,7 @@ from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds,
 from autoshard.watching.agreement import from_first
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.measure.peers import collective_backend
-from cost_model.measure.sampling import mesh_device
+from cost_model.measure.peers import collective_backend, local_device
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
@@ -37,6 +36,7 @@ _Next = tuple[tuple[Case, ...], float]
 """Cases to time next, and for how many seconds."""
 
 
+@dataclass
 class DividedRounds:
     """One task in pieces or in stages, refined. plan, timed: as of `Rounds`.
 
@@ -45,22 +45,23 @@ class DividedRounds:
     rivals are timed beside it: each would take as long to plan as the plan itself.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        division: Division,
-        store: TimedStore,
-        budget: Budget = refining_seconds,
-    ) -> None:
-        self._task, self._division, self._store = task, division, store
-        self.timed = store.read()
+    _task: Task
+    _division: Division
+    _store: TimedStore
+    budget: Budget = refining_seconds
+
+    def __post_init__(self) -> None:
+        task = self._task
+        self.timed = self._store.read()
         self._tried: set[object] = set()
         self._rounds = 0
         begun = time.monotonic()
         self.plan = self._planned(task.within(task.time_limit))
         self._planning_seconds = time.monotonic() - begun
         nodes = len(task.joint.graph.nodes)
-        self._deadline = Deadline.after(budget(self.plan.step_time, task.time_limit, nodes, task.backend))
+        self._deadline = Deadline.after(
+            self.budget(self.plan.step_time, task.time_limit, nodes, task.backend)
+        )
         self._done = self.seconds_left <= 0.0
 
     @property
@@ -180,7 +181,7 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
     def start_alone() -> None:
         """Rank 0 plans on one core. Once all start it, as they time, each has a share of the cores."""
         if task.backend != "eager":
-            start_compiler(mesh_device(mesh.device_type), task.backend)
+            start_compiler(local_device(mesh), task.backend)
 
     def after(times: TimedPrices | None) -> _Next:
         try:

@@ -36,6 +36,7 @@ from autoshard.reporting.text import report_text, track_svg
 from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
+from autoshard.runtime.trial_run import filled
 from autoshard.watching.agreement import everyones
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError, ShardingError, checked_count
@@ -254,11 +255,7 @@ def _fill(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            local = local_of(tensor)
-            if local.is_floating_point():
-                local.normal_(0.0, 0.02)
-            else:
-                local.zero_()
+            filled(local_of(tensor))
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -21,7 +21,7 @@ from autoshard.arguments import refuse_data_parallel
 from autoshard.runtime.process_groups import pipeline_mesh_of
 from autoshard.runtime.sharding import as_laid_out, checksum
 from autoshard.watching.agreement import collectively, everyones
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, few
 from passes.capture.model_state import refresh_flat_weights
 from passes.ir.torch_compat import version_of
 
@@ -51,7 +51,8 @@ class _DirectCalls:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Parameters are plain before the first call, and while a call is captured.
         is_parallel = next(_dtensors(module), None) is not None
-        if self._outermost is None and is_parallel and not _any_dtensor((args, kwargs)):
+        given = any(isinstance(value, DTensor) for value in pytree.tree_leaves((args, kwargs)))
+        if self._outermost is None and is_parallel and not given:
             self._outermost, self._whole = module, _whole_parameters(module)
             self._whole.__enter__()
 
@@ -84,12 +85,6 @@ def _whole_parameters(module: nn.Module) -> Generator[None]:
 def _refresh(module: nn.Module) -> None:
     for one in module.modules():
         refresh_flat_weights(one)
-
-
-def _any_dtensor(values: Any) -> bool:
-    seen: list[Tensor] = []
-    pytree.tree_map_only(DTensor, seen.append, values)
-    return bool(seen)
 
 
 @dataclass(frozen=True)
@@ -138,9 +133,8 @@ class _Check:
     def __call__(self, model: nn.Module, args: Any) -> None:
         names = [empty.name for empty in self._empties if empty.still(model)]
         if names:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ShardingError(
-                f"the model was on meta, and to_empty left buffers without values: {shown}\n"
+                f"the model was on meta, and to_empty left buffers without values: {few(names, 4)}\n"
                 f"  try: model.get_buffer({names[0]!r}).copy_(...) after to_empty, load_state_dict if persistent, "
                 "or make buffers outside torch.device('meta')"
             )

@@ -43,7 +43,7 @@ class Better:
     data: Any
 
 
-Search = Callable[[Talk], None]
+Search = Callable[[Talk], object]
 """Sends `Better`, and cases to time, of which it receives the times."""
 TIMING_SHARE = 0.02
 """Of the steps' time, for timing kernels and collectives."""
@@ -54,7 +54,7 @@ class Beside:
     cannot use. What it sends is news; what is answered it receives. When it has ended, `ended` is true; error says what
     ended it early. A child sees this process as it is now; what it changes is its own."""
 
-    def __init__(self, work: Callable[[Talk], None], *, in_child: bool = True) -> None:
+    def __init__(self, work: Search, *, in_child: bool = True) -> None:
         self._talk, theirs = multiprocessing.Pipe()
         self.error: str | None = None
         self.ended = False
@@ -111,7 +111,7 @@ class _Said:
         self._talk.send(("said", value))
 
 
-def _worked(work: Callable[[Talk], None], talk: Connection) -> None:
+def _worked(work: Search, talk: Connection) -> None:
     end: tuple[str, str | None] = ("ended", None)
     try:
         work(_Said(talk))
@@ -123,7 +123,7 @@ def _worked(work: Callable[[Talk], None], talk: Connection) -> None:
         talk.close()
 
 
-def _in_child(work: Callable[[Talk], None], talk: Connection) -> None:
+def _in_child(work: Search, talk: Connection) -> None:
     # PR_SET_PDEATHSIG of prctl(2).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -149,11 +149,7 @@ def _let_go(own: int) -> None:
 
 def compiling(home: Home, work: Callable[[], object]) -> Beside:
     """Into the compiler's cache on disk. A child of a process that uses a GPU cannot use it."""
-    return Beside(lambda talk: _drop(work()), in_child=home.mesh.device_type == "cpu")
-
-
-def _drop(compiled: object) -> None:
-    """It is in the compiler's cache now."""
+    return Beside(lambda talk: work(), in_child=home.mesh.device_type == "cpu")
 
 
 class Slices:

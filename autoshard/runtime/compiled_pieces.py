@@ -14,12 +14,11 @@ from autoshard.runtime.call_program import Around, CallGradients
 from autoshard.runtime.leaves import InputSide, Leaves, conform
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
 from autoshard.runtime.piece_code import CompilesGraphs, Like, PieceCode, PiecesOnRank
-from autoshard.runtime.step import AtOnce
+from autoshard.runtime.step import AtOnce, Body, Tensors
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled
-from passes.lower.phases import Backward
+from passes.lower.phases import Backward, BackwardHalves
 from passes.lower.piecewise import IN_PLACE, Collected, given_values, leave, step_results
-from passes.stages.stage_graph import BackwardHalves
 
 Known = dict[str, Tensor]
 """Values of a step by name: a rank's placeholders, and all that is made so far."""
@@ -203,12 +202,7 @@ class StepInPieces(PiecesRun):
         self._step, self._observers = step, observers
 
     def run(
-        self,
-        leaves: Sequence[Tensor],
-        values: Sequence[Tensor],
-        tangents: Mapping[int, Tensor],
-        *,
-        backward: bool,
+        self, leaves: Tensors, values: Tensors, tangents: Mapping[int, Tensor], backward: bool
     ) -> list[Tensor | None]:
         names = self._step.tangents
         known = dict(zip(self._step.leaves, values, strict=True))
@@ -254,9 +248,9 @@ def program_in_pieces(
     leaves = Leaves([kind.kind for kind, *_ in given], [value for *_, value in given], sides, spec, rank)
     ends = call_gradients(pieces)
 
-    def compiled(ours: PiecesOnRank, names: Mapping[int, str]) -> StepInPieces:
+    def compiled(ours: PiecesOnRank, names: Mapping[int, str]) -> Body:
         step = InPieces(lambda: ours.programs, tuple(name for _, name, _ in given), names)
-        return StepInPieces(step, ours.codes, observers)
+        return StepInPieces(step, ours.codes, observers).run
 
     early = body = compiled(pieces, {kind.index: name for kind, name, _ in pieces.tangents})
     if not ends.has_loss:

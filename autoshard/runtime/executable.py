@@ -134,24 +134,19 @@ class Home(Protocol):
     def stages(self, stage: str, call: object) -> AbstractContextManager[Say]: ...
 
 
+@dataclass(eq=False)
 class Executable:
     """Runs one kind of call: gathers the leaves, runs the program, rebuilds the user's outputs."""
 
-    def __init__(
-        self,
-        home: Home,
-        spec: CallSpec,
-        programs: Programs,
-        guards: Guards,
-        check_call: CheckCalls,
-    ) -> None:
-        self.guards = guards
-        self.answers = tuple(check.answer for _, check in spec.checks)
-        self.is_remade = isinstance(programs, MadeAhead) and programs.is_remade
-        self._home = home
-        self._check_call = check_call
-        self._spec = spec
-        self._programs = programs
+    _home: Home
+    _spec: CallSpec
+    _programs: Programs
+    guards: Guards
+    _check_call: CheckCalls
+
+    def __post_init__(self) -> None:
+        self.answers = tuple(check.answer for _, check in self._spec.checks)
+        self.is_remade = isinstance(self._programs, MadeAhead) and self._programs.is_remade
         self._running: Running | None = None
         self._given: list[GraphInput] = []
         self._leaves: list[Leaf] = []

@@ -154,14 +154,10 @@ def _structure(model: nn.Module) -> Iterator[_Watch]:
     inner = [module for module in model.modules() if module is not model]
     hooks = [vars(module)[table] for module in inner for table in _HOOKS]
     hooks += global_module_hooks()
-    read = _hooks_in(hooks)
+    read = lambda: tuple(hook for table in hooks if table for hook in table.values())
     yield _Watch("hooks of modules", read, (), read(), is_)
     modules = list(model.modules())
     yield _Watch("classes of modules", lambda: tuple(map(type, modules)), (), tuple(map(type, modules)), is_)
-
-
-def _hooks_in(tables: list[dict[int, Any]]) -> Callable[[], tuple[Any, ...]]:
-    return lambda: tuple(hook for table in tables if table for hook in table.values())
 
 
 def _attributes(model: nn.Module, reads: Mapping[nn.Module, frozenset[str]]) -> Iterator[_Watch]:

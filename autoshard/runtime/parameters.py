@@ -20,7 +20,7 @@ from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
 from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
 from autoshard.runtime.whole_ops import as_strided, convolved, on_whole, whole_on
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
 from passes.ir.torch_dtensor import (
@@ -191,7 +191,7 @@ def _plans(model: nn.Module, mesh: DeviceMesh, places: Mapping[str, Place]) -> l
         if name not in known:
             raise ShardingError(
                 f"placements name {name!r}, which is no parameter of the model\n"
-                f"  its parameters are {', '.join(sorted(known)[:8])}{', ...' if len(known) > 8 else ''}"
+                f"  its parameters are {few(sorted(known), 8, ', ...')}"
             )
     everywhere = Place(mesh, (Replicate(),) * mesh.ndim)
     plans: list[_Planned] = []

@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from autoshard.runtime.leaves import expected
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.joint import GraphInput
-from passes.lower.phases import Backward
+from passes.lower.phases import Backward, BackwardHalves, split_backward
 from passes.lower.piecewise import RankPieces, pieces_of, without_gradients
 from passes.lower.rank_program import RankProgram
-from passes.stages.stage_graph import BackwardHalves, split_backward
 
 Like = Sequence[Tensor]
 

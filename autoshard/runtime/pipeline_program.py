@@ -26,7 +26,7 @@ from autoshard.runtime.pipeline_stage import (
     run_pieces_forward,
     torch_schedule,
 )
-from autoshard.runtime.step import AtOnce
+from autoshard.runtime.step import AtOnce, Tensors
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.torch_dtensor import local_of
@@ -77,40 +77,23 @@ class Staging:
 
     def program(self, pieces: Sequence[PiecesOnRank], clocks: Sequence[StageClock], around: Around) -> AtOnce:
         """pieces: of each of the graphs. clocks: told of every step; they may change while the program lives."""
-        return pipeline_program(self.ends, self.on_rank(pieces), self.count, self.schedule, clocks, around)
+        ends, stages = self.ends, self.on_rank(pieces)
+        gradients = pipeline_gradients(ends, stages)
+        early = body = _Pipeline(self, stages, clocks).run
+        if gradients.gradients and not gradients.has_loss:
+            early = _Pipeline(self, [stage.without_gradients() for stage in stages], clocks).run
+        return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, around)
 
 
 def pipeline_gradients(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> CallGradients:
     return CallGradients(ends.outputs, ends.inputs, _tangents(ends, stages))
 
 
-def pipeline_program(
-    ends: PipelineEnds,
-    stages: Sequence[StageOnRank],
-    count: int,
-    schedule: str,
-    clocks: Sequence[StageClock],
-    around: Around,
-) -> AtOnce:
-    gradients = pipeline_gradients(ends, stages)
-    early = body = _Pipeline(ends, stages, count, schedule, clocks)
-    if gradients.gradients and not gradients.has_loss:
-        own = [stage.without_gradients() for stage in stages]
-        early = _Pipeline(ends, own, count, schedule, clocks)
-    return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, around)
-
-
 class _Pipeline:
     """The stages of this rank, compiled, and what runs them by turns with those of the others: a body of `AtOnce`."""
 
-    def __init__(
-        self,
-        ends: PipelineEnds,
-        stages: Sequence[StageOnRank],
-        count: int,
-        schedule: str,
-        clocks: Sequence[StageClock],
-    ) -> None:
+    def __init__(self, staging: Staging, stages: Sequence[StageOnRank], clocks: Sequence[StageClock]) -> None:
+        ends, count = staging.ends, staging.count
         self._at, self._clocks, self._pieces = ends, clocks, stages[0].pieces.count
         self._names = [(s.kind, s.name) for s in ends.inputs if s.kind != "tangent"]
         self._runs = list(map(StageRun, stages))
@@ -120,15 +103,10 @@ class _Pipeline:
             )
             for run, stage in zip(self._runs, stages, strict=True)
         ]
-        self._schedule = torch_schedule(schedule, ours, self._pieces)
+        self._schedule = torch_schedule(staging.schedule, ours, self._pieces)
 
     def run(
-        self,
-        leaves: Sequence[Tensor],
-        values: Sequence[Tensor],
-        tangents: Mapping[int, Tensor],
-        *,
-        backward: bool,
+        self, leaves: Tensors, values: Tensors, tangents: Mapping[int, Tensor], backward: bool
     ) -> list[Tensor | None]:
         """Outputs and new buffers come to all ranks, gradients to those that hold their leaves."""
         found = self._of_own_stages(dict(zip(self._names, values, strict=True)), tangents, backward)

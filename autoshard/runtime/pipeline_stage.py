@@ -113,38 +113,33 @@ class StageRun(PiecesRun):
         return [self.known[name] for name in names if name is not None]
 
 
+@dataclass(eq=False)
 class PipelineStage:
     """Stage `stage_index` of `num_stages`; public attributes and methods are those that torch's schedules ask for.
 
-    received, sent: per piece what passes between it and its neighbours (`StageGraph.received` and `sent`), in order,
-    with shapes of this rank's shards. Buffers live from the start of a transfer to the computing that reads them.
-    clocks: told of all computing.
+    _received_kinds, _sent_kinds: per piece what passes between it and its neighbours (`StageGraph.received` and
+    `sent`), in order, with shapes of this rank's shards. Buffers live from the start of a transfer to the computing
+    that reads them. _clocks: told of all computing.
     """
 
-    def __init__(
-        self,
-        programs: StageRun,
-        received: Sequence[Sequence[Crossing]],
-        sent: Sequence[Sequence[Crossing]],
-        stage: int,
-        stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        clocks: Sequence[StageClock] = (),
-    ) -> None:
-        self._clocks = clocks
-        self.stage_index, self.num_stages = stage, stages
-        self.device, self.group = device, group
-        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
-        self.is_first, self.is_last = stage == 0, stage == stages - 1
+    _programs: StageRun
+    _received_kinds: Sequence[Sequence[Crossing]]
+    _sent_kinds: Sequence[Sequence[Crossing]]
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    _clocks: Sequence[StageClock] = ()
+
+    def __post_init__(self) -> None:
+        self.group_rank, self.group_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.is_first, self.is_last = self.stage_index == 0, self.stage_index == self.num_stages - 1
         self.has_backward = True
-        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(stages)}
+        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
         self.submod = nn.Identity()  # asked whether it is compiled, or FSDP's
         self.output_chunks: list[Any] = []
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[int]] = {}
-        self._programs = programs
-        self._received_kinds, self._sent_kinds = tuple(received), tuple(sent)
         self._received: dict[int, list[Tensor]] = {}
         self._sent: dict[int, list[Tensor]] = {}
         self._returned: dict[int, list[Tensor]] = {}

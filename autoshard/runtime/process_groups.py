@@ -18,16 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_model.errors import ShardingError
-from cost_model.measure.peers import existing_group, groups_over, new_group
+from cost_model.measure.peers import existing_group, groups_over, local_device, new_group
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
-
-
-def local_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank's shards: the CPU, or the process's current device of the mesh's type."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def bound_device() -> torch.device | None:

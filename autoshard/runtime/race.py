@@ -86,7 +86,8 @@ def _won(mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None
     times = everyones(mesh, mine, what="times of a race")
     order, seconds = from_first(mesh, lambda: _ranking(times), what="who won the race")
     won = kept[order[0]]
-    result = tuple(_raced(kept[i].candidate, seconds[i]) for i in order)
+    ranked = [(kept[i].candidate, seconds[i]) for i in order]
+    result = tuple(Raced(one.name, plan_words(one.plan), one.plan.step_time, took) for one, took in ranked)
     for line in race_lines(result):
         tell(mesh.get_rank(), line)
     return replace(won.candidate.plan, race=result), won.entry.program
@@ -115,12 +116,6 @@ def by_speed(seconds: Sequence[float]) -> list[int]:
 def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
     seconds = step_seconds(times)
     return by_speed(seconds), seconds
-
-
-def _raced(candidate: Candidate, seconds: float) -> Raced:
-    plan = candidate.plan
-    words = plan_words(plan)
-    return Raced(candidate.name, words, plan.step_time, seconds)
 
 
 def _starters(call: Call, candidates: Sequence[Candidate]) -> Iterator[Starter]:

@@ -36,8 +36,7 @@ from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
-from autoshard.runtime.ready_model import make_ready
-from autoshard.runtime.sharding import held_layouts, move_buffers
+from autoshard.runtime.sharding import held_layouts, make_ready, move_buffers
 from autoshard.runtime.sized_calls import AtSizes, SizedAt, SizedCalls
 from autoshard.runtime.starting import FarSizes, fingerprint_of, started
 from autoshard.runtime.tuning import Tuning

@@ -7,8 +7,8 @@ moves when the plan is carried out; anything on a third device is an error befor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard.arguments import check_unwrapped
 from autoshard.planning import named_parameters
 from autoshard.runtime.process_groups import (
     bound_device,
@@ -25,9 +26,11 @@ from autoshard.runtime.process_groups import (
     spec_of,
     whole_group,
 )
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
-from passes.ir.torch_dtensor import dtensor_from, sharding_of
+from passes.capture.places import Root, Via, contents, refill
+from passes.capture.surroundings import held_by, module_attributes
+from passes.ir.torch_dtensor import dtensor_from, memory_of, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
@@ -42,12 +45,12 @@ def check_placed(model: nn.Module, mesh: DeviceMesh) -> None:
 def check_devices(model: nn.Module, device: torch.device) -> None:
     """ShardingError, saying what is where, unless every parameter and buffer is on `device`, the CPU or `meta`."""
     places: dict[torch.device, list[str]] = {}
-    for name, tensor in _state(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         places.setdefault(tensor.device, []).append(name)
     wrong = [place for place in places if place.type not in ("cpu", "meta") and place != device]
     if not wrong:
         return
-    lines = [f"  {place}: {_some(names)}" for place, names in places.items()]
+    lines = [f"  {place}: {few(names, 4)}" for place, names in places.items()]
     remedy = (
         "model.cpu(), or a mesh of the model's device type"
         if device.type == "cpu"
@@ -115,17 +118,6 @@ def seed_on(seed: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return seed
     return torch.full((), int(seed), dtype=torch.int64, device=device)
-
-
-def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _some(names: list[str]) -> str:
-    shown = 4
-    rest = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 _PIECE_BYTES = 64 << 20
@@ -258,3 +250,47 @@ def held_layouts(model: nn.Module, spec: MeshSpec) -> dict[str, Layout]:
         for name, parameter in named_parameters(model).items()
         if isinstance(parameter, DTensor)
     }
+
+
+def make_ready(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Its tensors are where this rank can have them, it is in no other wrapper, and only parameters are DTensors."""
+    check_placed(model, mesh)
+    check_unwrapped(model)
+    _gather_state(model)
+
+
+@torch.no_grad()
+def _gather_state(model: nn.Module) -> None:
+    """Buffers, and attributes and what they hold, that a script made of parallel parameters (`torch.ones_like(p)`,
+    `p.detach().clone()`) become whole. On all ranks together. ShardingError for one in the memory of a parameter."""
+    own = {memory_of(p): name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    for where, table in list(_tables(model)):
+        held = contents(table)
+        pairs = list(held.items() if isinstance(held, dict) else enumerate(held))
+        made = [key for key, value in pairs if _is_made(value)]
+        for key in made:
+            if (parameter := own.get(memory_of(held[key]))) is not None:
+                raise ShardingError(
+                    f"{where} {key!r} shares memory with parameter {parameter}, which it would no longer follow\n"
+                    f"  try: .clone() of it, or read {parameter} in forward"
+                )
+            held[key] = held[key].full_tensor()
+        if made:
+            refill(table, held)
+
+
+def _is_made(value: Any) -> bool:
+    return isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and not value.requires_grad
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Containers of tensors that are no parameters, with words for an error."""
+    for name, module in model.named_modules():
+        yield f"{name or 'the model'}: buffer", module._buffers
+        yield f"{name or 'the model'}: attribute", vars(module)
+        for key, value in module_attributes(module).items():
+            if isinstance(value, Tensor):
+                continue
+            for container in held_by(Via(Root(module, name), key, True), value):
+                if isinstance(container.value, dict | list):
+                    yield str(container.where), container.value

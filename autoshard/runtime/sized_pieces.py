@@ -25,9 +25,8 @@ from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.joint import GraphInput
 from passes.ir.sized_graph import Looks, Numbers, SizedModule, filled
 from passes.ir.torch_sizes import SizeSymbols
-from passes.lower.phases import Backward
+from passes.lower.phases import Backward, BackwardHalves, split_backward
 from passes.lower.rank_program import RankProgram
-from passes.stages.stage_graph import BackwardHalves, split_backward
 
 
 class _Compiler:

@@ -118,7 +118,7 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: C
         return drawn(op, args, kwargs, pipeline)
     if len(meshes) < 2:
         return result_elsewhere(op, args, kwargs, meshes.pop(), propagate)
-    if _is_of_lists(op, args):
+    if op._schema.name.startswith("aten::_foreach") and isinstance(args[0], list | tuple):
         return _stage_by_stage(op, args, kwargs)
     if not op._schema.is_mutable:
         whole = lambda value: _on(value, pipeline)
@@ -135,10 +135,6 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: C
 def _pipeline_with(mesh: DeviceMesh) -> DeviceMesh | None:
     """The mesh of all stages of which `mesh` is some, or all; None where there are no stages."""
     return mesh if kept_on(mesh, "stages") else pipeline_mesh_of(mesh)
-
-
-def _is_of_lists(op: Any, args: tuple[Any, ...]) -> bool:
-    return op._schema.name.startswith("aten::_foreach") and isinstance(args[0], list | tuple)
 
 
 def _writes_first_only(op: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -156,19 +156,10 @@ def slots_of(phases: Phases, backward: Backward) -> list[int]:
     return slots + [len(full.passed) + full.saved.index(s) for s in backward.saved]
 
 
-class Body(Protocol):
-    """The compiled programs of a call that runs forward and backward at once."""
-
-    def run(
-        self,
-        leaves: Sequence[Tensor],
-        values: Sequence[Tensor],
-        tangents: Mapping[int, Tensor],
-        *,
-        backward: bool,
-    ) -> Sequence[Tensor | None]:
-        """The results of the call's graph. values: this rank's parts of `leaves`. tangents: by index of the output."""
-        ...
+Tensors = Sequence[Tensor]
+Body = Callable[[Tensors, Tensors, Mapping[int, Tensor], bool], Sequence[Tensor | None]]
+"""(leaves, values, tangents, backward) -> the results of a call's graph: its compiled programs, which run forward and
+backward at once. values: this rank's parts of `leaves`. tangents: by index of the output."""
 
 
 class AtOnce(CallProgram):
@@ -202,7 +193,7 @@ class AtOnce(CallProgram):
         overwritten = ends.overwritten(leaves) if ends.gradients and not ends.has_loss else {}
         values, loss = self.leaves.local(leaves), ends.loss_is_one(self._device) if ends.has_loss else {}
         with autocast_off(), self.around.turn("forward"), torch.no_grad():
-            results = self._early.run(leaves, values, loss, backward=ends.has_loss)
+            results = self._early(leaves, values, loss, ends.has_loss)
             outputs, _ = self._settled(leaves, results, later=False)
         outputs = own_outputs(outputs, leaves)
         if not ends.has_loss:
@@ -221,4 +212,4 @@ class AtOnce(CallProgram):
             return [None if absent else next(own).mul(tangent) for absent in kept]
         values, given = self.leaves.local(saved), self.ends.given(tangents, self._device)
         with autocast_off(), self.around.turn("backward"), torch.no_grad():
-            return self.ends.gradients_in(self._body.run(saved, values, given, backward=True))
+            return self.ends.gradients_in(self._body(saved, values, given, True))

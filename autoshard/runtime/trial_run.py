@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +32,29 @@ from passes.ir.torch_dtensor import local_of
 from passes.layout.placements import placements_to_layout
 
 
+@dataclass(eq=False)
 class RaceEntry:
     """Runs training steps of a program; nothing of the model, its gradients or its buffers is written.
 
     copies() before the first step: this rank's part of the parameters, laid out as `places` has them, and the buffers.
-    The call's tensors are read as they are. joint: as the program runs it. tensors: of the call, flat. sides: of the
-    program's inputs, tangents excepted. places: by parameter; whole on all ranks where there is none. free() when it
+    The call's tensors are read as they are. _joint: as the program runs it. _tensors: of the call, flat. _sides: of the
+    program's inputs, tangents excepted. _places: by parameter; whole on all ranks where there is none. free() when it
     has run. updates: seconds of each step's update, as the host has it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        joint: JointGraph,
-        mesh: DeviceMesh,
-        tensors: Sequence[Tensor],
-        program: CallProgram,
-        sides: Sequence[InputSide],
-        places: Mapping[str, Place],
-    ) -> None:
-        self.program, self._differentiated = program, program.differentiated
-        self._model, self._constants, self._mesh, self._tensors = model, joint.constants, mesh, tensors
-        given = [spec for spec in joint.inputs if spec.kind != "tangent"]
-        self._given = list(zip(given, sides, strict=True))
-        self._places, self._everywhere = places, Place(mesh, (Replicate(),) * mesh.ndim)
+    _model: nn.Module
+    _joint: JointGraph
+    _mesh: DeviceMesh
+    _tensors: Sequence[Tensor]
+    program: CallProgram
+    _sides: Sequence[InputSide]
+    _places: Mapping[str, Place]
+
+    def __post_init__(self) -> None:
+        self._differentiated = self.program.differentiated
+        given = [spec for spec in self._joint.inputs if spec.kind != "tangent"]
+        self._given = list(zip(given, self._sides, strict=True))
+        self._everywhere = Place(self._mesh, (Replicate(),) * self._mesh.ndim)
         self._held: dict[int, Tensor] = {}
         self._leaves: list[Tensor] = []
         self._update: torch.optim.Optimizer | None = None
@@ -106,7 +106,7 @@ class RaceEntry:
             elif spec.kind == "buffer":
                 yield i, _whole(buffers[spec.name], spec.name, device)
             elif spec.kind == "constant":
-                yield i, self._constants[spec.name].to(device)
+                yield i, self._joint.constants[spec.name].to(device)
             elif spec.kind == "seed":
                 yield i, torch.zeros((), dtype=torch.int64, device=device)
 
@@ -128,18 +128,18 @@ def _parameter(old: Tensor, place: Place, name: str, device: torch.device) -> Te
     whole = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape) if lacks else old.detach()
     value = distributed(whole, place.mesh, place.placements, layout, spec, from_first=False)
     if lacks:
-        _filled(local_of(value))
+        filled(local_of(value))
     return nn.Parameter(value, requires_grad=old.requires_grad)
 
 
 def _whole(buffer: Tensor, name: str, device: torch.device) -> Tensor:
     if buffer.is_meta:
-        return _filled(torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+        return filled(torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     return arrived(buffer.detach(), name, device).clone()
 
 
-def _filled(tensor: Tensor) -> Tensor:
-    # Small, as parameters are: it stands for values that this rank does not have.
+def filled(tensor: Tensor) -> Tensor:
+    """Small, as parameters are: it stands for values that this rank does not have."""
     return tensor.normal_(0.0, 0.02) if tensor.is_floating_point() else tensor.zero_()
 
 

@@ -21,7 +21,7 @@ from autoshard.runtime.beside import Beside, Better, Search, Slices, compiling
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.making import Call, Lowered, Lowering, places_of
-from autoshard.runtime.moving import Holdings
+from autoshard.runtime.optimizers import Holdings
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import remember, remembered
 from cost_model.memory import format_seconds
@@ -224,7 +224,7 @@ class Tuning:
         plan, home = self.running.plan, self._home
         if plan is not before:
             assert self._holdings is not None
-            self._holdings.move(places_of(home.mesh, plan))
+            self._holdings.move({n: place.placements for n, place in places_of(home.mesh, plan).items()})
             home.exchanged(plan)
 
     def _judge_trial(self, seconds: float) -> None:

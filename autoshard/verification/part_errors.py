@@ -180,30 +180,27 @@ class Divergence:
         return f"{self.node} = {self.op} ({where or 'unknown source'}): relative error {self.error:.3g}"
 
 
+@dataclass(eq=False)
 class Watcher:
-    """Collects every rank's value of every global node and notes where they differ. shares: of nodes in floats of 8
+    """Collects every rank's value of every global node and notes where they differ. _shares: of nodes in floats of 8
     bits, of how many numbers that may."""
 
-    def __init__(
-        self,
-        joint: JointGraph,
-        plan: Plan,
-        expected: Mapping[str, torch.Tensor],
-        least: Mapping[str, float],
-        shares: Mapping[str, float],
-    ) -> None:
-        self._plan = plan
-        self._least, self._shares = least, shares
-        self._expected = expected
-        self._order = [node for node in joint.graph.nodes if node.op == "call_function"]
+    _joint: JointGraph
+    _plan: Plan
+    _expected: Mapping[str, torch.Tensor]
+    _least: Mapping[str, float]
+    _shares: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        self._order = [node for node in self._joint.graph.nodes if node.op == "call_function"]
         self._globals: list[dict[str, list[str]]] = []
         self._pieces: dict[str, dict[int, torch.Tensor]] = {}
         self._errors: dict[str, float] = {}
         self._operands = {node.name: [o.name for o in tensor_operands(node)] for node in self._order}
-        self._layouts = {node.name: _layout(plan, node) for node in self._order if _is_single(node)}
+        self._layouts = {node.name: _layout(self._plan, node) for node in self._order if _is_single(node)}
         self._ids = {
             node.name: (region.ids.name, region.experts)
-            for region in regions(joint.graph)
+            for region in regions(self._joint.graph)
             for node in region.rows
         }
 

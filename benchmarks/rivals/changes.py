@@ -18,8 +18,8 @@ from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment
 from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
-from passes.search.phase_paths import PhaseOverlap
 from passes.search.search_space import SearchSpace
+from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.solver.solve import restricted
 

@@ -17,7 +17,7 @@ from benchmarks.rivals.cases import Network
 from benchmarks.rivals.changes import changes
 from benchmarks.rivals.families import families
 from cost_model.errors import InfeasibleError, ShardingError
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 
 __all__ = ["GROUPS", "OVERLAPS", "Contest", "Rival", "contest"]
 
@@ -117,7 +117,7 @@ def _assumed(task: Task) -> Iterator[Rival]:
 
 def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
     room = None if task.memory_limit is None else task.memory_limit - plan.reserve
-    space = build_space(task.joint, task.prices, task.boundary, memory_limit=room)
+    space = SpaceBuilder(task.joint, task.prices, task.boundary).built(room)
     for change in changes(task.joint, space, plan.planned.layouts, count):
         try:
             yield Rival("changed", str(change), task.judged(change.assignment).seconds)

@@ -135,6 +135,8 @@ _EDGE, _PRODUCTS = 2048, 8
 class Clock:
     """Times work by wall time, where work is done when the call returns. Tests bring their own."""
 
+    marks = Marks()
+
     def now(self) -> float:
         """Seconds since some start, for budgets."""
         return time.perf_counter()
@@ -142,15 +144,17 @@ class Clock:
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
         """Seconds of one call, averaged over `calls` in a row. ahead: the time of a device that does not wait for
         its host, if the device works on its own."""
-        start = time.perf_counter()
+        start = self.marks.mark()
         for _ in range(calls):
             work()
-        return (time.perf_counter() - start) / calls
+        return self.marks.seconds(start, self.marks.mark()) / calls
 
 
 class CudaClock(Clock):
     """Time on the current stream, between two events. Work of other streams counts as far as the current one waits
     for it, as a collective's wait_tensor does."""
+
+    marks = CudaMarks()
 
     @cached_property
     def _device(self) -> CudaDevice:
@@ -159,12 +163,8 @@ class CudaClock(Clock):
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
         if ahead:
             return ahead_seconds(self._device, work, calls)
-        marks = CudaMarks()
         torch.cuda.synchronize()
-        start = marks.mark()
-        for _ in range(calls):
-            work()
-        return marks.seconds(start, marks.mark()) / calls
+        return super().seconds(work, calls)
 
 
 def device_clock(device_type: str) -> Clock:

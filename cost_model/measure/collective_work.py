@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cost_model.measure import own_collectives as own
-from cost_model.measure.clock import Clock
+from cost_model.measure.clock import Clock, Work
 from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Series
 from cost_model.measurements import PLAN_KINDS, SampledCurve
@@ -33,9 +33,6 @@ _ITEMSIZE = 4  # float32
 IN_A_ROW_SECONDS = 2e-2
 """The least seconds of a row of calls of a small collective. The first few after a barrier are cheap, as nobody is late
 yet: two messages over 4 ranks on 2 cores took 0.65 ms in two calls, and 1.2 ms in fifty."""
-
-
-Work = Callable[[], object]
 
 
 class Buffers:
@@ -74,10 +71,6 @@ def collective_work(kind: str, team: Team, buffers: Buffers, nbytes: int) -> Wor
     return _WORK[kind](team, whole, buffers)
 
 
-def _wait(started: Tensor) -> Tensor:
-    return c10d.wait_tensor.default(started)
-
-
 def _stack(x: Tensor, parts: int) -> Tensor:
     """[a, parts * s] -> [parts * a, s]: the part of each rank in one piece."""
     rows, columns = x.shape
@@ -98,7 +91,7 @@ def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
 
     def gathered() -> Tensor:
         started = own.all_gather(part, team.group)
-        return _wait(gather(part, n, name)) if started is None else own.finished(started)
+        return c10d.wait_tensor.default(gather(part, n, name)) if started is None else own.finished(started)
 
     return lambda: _unstack(gathered(), n)
 
@@ -111,7 +104,7 @@ def _reduce_scatter(team: Team, whole: Tensor, _: Buffers) -> Work:
     def reduced() -> Tensor:
         stacked = _stack(rows, n)
         result = own.reduce_scatter(stacked, "sum", team.group)
-        return _wait(reduce(stacked, "sum", n, name)) if result is None else result
+        return c10d.wait_tensor.default(reduce(stacked, "sum", n, name)) if result is None else result
 
     return reduced
 
@@ -123,7 +116,7 @@ def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
     if whole.device.type == "cpu":
         return lambda: own.finished(own.start_all_to_all(_stack(rows, n), splits, splits, team.group))
     exchange = c10d.all_to_all_single.default
-    return lambda: _wait(exchange(_stack(rows, n), splits, splits, name))
+    return lambda: c10d.wait_tensor.default(exchange(_stack(rows, n), splits, splits, name))
 
 
 def _all_reduce(team: Team, whole: Tensor, _: Buffers) -> Work:
@@ -131,7 +124,7 @@ def _all_reduce(team: Team, whole: Tensor, _: Buffers) -> Work:
 
     def reduced() -> Tensor:
         result = own.all_reduce(whole, "sum", team.group)
-        return _wait(reduce(whole, "sum", team.name)) if result is None else result
+        return c10d.wait_tensor.default(reduce(whole, "sum", team.name)) if result is None else result
 
     return reduced
 

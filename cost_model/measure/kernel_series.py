@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_model.measure.clock import Work
 from cost_model.measure.kernel_work import (
     LAUNCHES,
     Attend,
@@ -45,8 +46,6 @@ seconds of a start: with 60 ms those of an H100 ended at 1024, and their rate, h
 _EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 _MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
 _UPDATES = {"cpu": (2**6, 2**20, 2**22, 2**24), "cuda": (2**6, 2**22, 2**26, 2**28)}
-
-Work = Callable[[], object]
 
 
 @dataclass(frozen=True)

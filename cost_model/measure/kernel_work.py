@@ -11,13 +11,12 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cost_model.measure.clock import Work
 from cost_model.measure.peers import Team
 
 LAUNCHES = 50
 """Ops in the graph of `launch_work`. A GPU queues about a thousand before its host waits, and 16 runs are issued at
 once."""
-
-Work = Callable[[], object]
 
 
 def matmul_flops(edge: int) -> int:

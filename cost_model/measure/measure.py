@@ -48,7 +48,6 @@ _OVERLAP_SHARE, _LATE_SHARE = 0.1, 0.1
 
 def measure_profile(
     mesh: DeviceMesh,
-    *,
     time_budget: float,
     largest_nbytes: int | None,
     name: str,

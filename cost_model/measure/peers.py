@@ -55,6 +55,13 @@ def own_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+def local_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank's shards: the CPU, or the process's current device of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
 def hardware_text(hosts: Sequence[str], devices: Sequence[str]) -> str:
     """hosts, devices: of each rank, by rank. "2 hosts of 4 ranks: NVIDIA H100 80GB HBM3"."""
     each = Counter(hosts)

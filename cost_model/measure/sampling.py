@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.errors import ShardingError
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, clocks
-from cost_model.measure.peers import Peers, Team, teams_of, world_peers
+from cost_model.measure.peers import Peers, Team, local_device, teams_of, world_peers
 from cost_model.measurements import SampledCurve, curve, median
 from cost_model.mesh import MeshSpec
 
@@ -68,18 +68,6 @@ class Series:
         return self.always or self.sizes[:3]
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Seconds from `start` on a clock."""
-
-    start: float
-    seconds: float
-
-    def spent(self, now: float) -> float:
-        """Share spent, above 1 when it is overdrawn."""
-        return (now - self.start) / self.seconds
-
-
 @dataclass
 class _Point:
     series: Series
@@ -93,7 +81,8 @@ class _Point:
 class _Sampler:
     peers: Peers
     clock: Clock
-    budget: Budget
+    start: float
+    seconds: float
     progress: Progress
     spent: float = 0.0  # share of the budget, by rank 0's clock
 
@@ -102,7 +91,7 @@ class _Sampler:
         end = self.spent + share
         points = [self.point(series, size) for size in series.anchors]
         for size in series.sizes:
-            fits = self.spent + _expected(points, size) / self.budget.seconds <= end
+            fits = self.spent + _expected(points, size) / self.seconds <= end
             if size not in series.anchors and fits:
                 points.append(self.point(series, size))
         return points
@@ -140,7 +129,7 @@ class _Sampler:
         self.peers.barrier()
         clock = point.series.clock or self.clock
         mine = clock.seconds(point.work, point.calls, point.series.ahead)
-        said = self.peers.numbers(mine, self.budget.spent(self.clock.now()))
+        said = self.peers.numbers(mine, (self.clock.now() - self.start) / self.seconds)
         self.spent = said[0][1]
         self.progress(point.series.name, min(1.0, self.spent))
         return point.series.across([seconds for seconds, _ in said])
@@ -164,7 +153,7 @@ def sample(
 
     The same on all ranks. Raises ProfileError, on all ranks, if work cannot be prepared on one.
     """
-    sampler = _Sampler(peers, clock, Budget(clock.now(), seconds), progress)
+    sampler = _Sampler(peers, clock, clock.now(), seconds, progress)
     # The rest of the budget is for repetitions.
     share = 0.6 / max(1, len(series))
     swept = [sampler.sweep(one, share) for one in series]
@@ -204,7 +193,7 @@ def bench_of(mesh: DeviceMesh, clock: Clock | None, progress: Progress) -> Gener
     """
     spec = MeshSpec.of(mesh)
     check_world(spec, dist.get_world_size() if dist.is_initialized() else 1)
-    device = mesh_device(spec.device_type)
+    device = local_device(mesh)
     with ExitStack() as stack:
         peers = stack.enter_context(world_peers(device.type))
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
@@ -223,9 +212,3 @@ def check_world(spec: MeshSpec, world: int) -> None:
 def by_device(by_type: Mapping[str, _T], device_type: str) -> _T:
     """The value for "cuda" or "cpu". Any other device is measured as the CPU is."""
     return by_type["cuda" if device_type == "cuda" else "cpu"]
-
-
-def mesh_device(device_type: str) -> torch.device:
-    """This rank's device of the type."""
-    index = torch.cuda.current_device() if device_type == "cuda" else None
-    return torch.device(device_type) if index is None else torch.device(device_type, index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.random_to_uniform import PLAIN_CREATIONS
 from passes.ir.graph_pass import (
     GraphPass,
+    OpPass,
     call_like,
     emit,
     erase_dead,
@@ -31,7 +32,6 @@ from passes.ir.op_traits import is_pointwise, is_zeros
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
 class PadsToCat(GraphPass):
     """Put pieces side by side instead of adding them up padded with zeros.
 
@@ -114,8 +114,7 @@ SCATTERS_WRITTEN = of_ops(
 )
 
 
-@dataclass(frozen=True)
-class ScatterToWhere(GraphPass):
+class ScatterToWhere(OpPass):
     """Write a scatter of one element per row as a comparison with the row's positions.
 
         %s: f32[64, 96] = aten.scatter(%zeros, 1, %index, -1.0)      // %index: i64[64, 1]
@@ -132,12 +131,9 @@ class ScatterToWhere(GraphPass):
     requires = (ONE_SPELLING, PLAIN_CREATIONS)
     ensures = (SCATTERS_WRITTEN,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if node.target in _SCATTERS and _one_per_row(node):
-                replace(node, _compared(node))
-        erase_dead(joint.graph)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target in _SCATTERS and _one_per_row(node):
+            replace(node, _compared(node))
 
 
 def _one_per_row(node: fx.Node) -> bool:
@@ -171,8 +167,7 @@ def _scalar(node: fx.Node, value: Any) -> fx.Node:
     return emit(node, aten.full.default, [], value, dtype=like.dtype, device=like.device)
 
 
-@dataclass(frozen=True)
-class SinkExpands(GraphPass):
+class SinkExpands(OpPass):
     """Let pointwise ops broadcast by themselves; expand what they compute, if that is still needed.
 
         %e: f32[8, 16] = aten.expand(%x, [8, 16])        // %x: f32[8, 1]
@@ -189,14 +184,11 @@ class SinkExpands(GraphPass):
     requires = (ONE_SPELLING, PLAIN_CREATIONS)
     breaks = (NO_DUPLICATES,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if is_pointwise(node):
-                _sink(node)
-            elif node.target is aten.reshape.default:
-                _expand_again(node)
-        erase_dead(joint.graph)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if is_pointwise(node):
+            _sink(node)
+        elif node.target is aten.reshape.default:
+            _expand_again(node)
 
 
 def _sink(node: fx.Node) -> None:
@@ -234,14 +226,14 @@ def _unexpanded(operand: fx.Node) -> fx.Node:
 def _joined(node: fx.Node) -> str | None:
     if node.target is not aten.convolution_backward.default:
         return None
-    return "computes both" if _has_both(node.args[-1]) else None  # type: ignore[arg-type]
+    mask = cast(Sequence[bool], node.args[-1])
+    return "computes both" if mask[0] and (mask[1] or mask[2]) else None
 
 
 GRADIENTS_APART = of_ops("a convolution's gradients of input and weight are ops of their own", _joined)
 
 
-@dataclass(frozen=True)
-class SplitConvolutionBackward(GraphPass):
+class SplitConvolutionBackward(OpPass):
     """Compute the gradient of a convolution's input apart from those of its weight and bias.
 
         %g: (x, w, b) = aten.convolution_backward(%dy, %x, %w, ..., [True, True, True])
@@ -255,15 +247,9 @@ class SplitConvolutionBackward(GraphPass):
 
     ensures = (GRADIENTS_APART,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if node.target is aten.convolution_backward.default and _has_both(node.args[-1]):  # type: ignore[arg-type]
-                _split(node)
-        return joint
-
-
-def _has_both(mask: Sequence[bool]) -> bool:
-    return mask[0] and (mask[1] or mask[2])
+    def rewrite(self, node: fx.Node) -> None:
+        if _joined(node):
+            _split(node)
 
 
 def _split(node: fx.Node) -> None:

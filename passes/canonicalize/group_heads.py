@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 
 import passes.ops.attention_op  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::attention)
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.ir.graph_pass import (
-    GraphPass,
+    OpPass,
     call_like,
     emit_at,
-    erase_dead,
     ints_at,
     replace,
     shape_of,
     tensor_at,
 )
-from passes.ir.joint import JointGraph
 
 aten = torch.ops.aten
 
@@ -30,8 +26,7 @@ _KEYS = {
 """Attention -> the position of its keys. Values come next."""
 
 
-@dataclass(frozen=True)
-class GroupHeads(GraphPass):
+class GroupHeads(OpPass):
     """Take an expansion of keys and values over the heads of a group, and the sum of their gradients, into attention.
 
         %e: f32[2, 4, 7, 64, 16] = aten.expand(%k, [2, 4, 7, 64, 16])       // of [2, 4, 1, 64, 16]
@@ -47,11 +42,9 @@ class GroupHeads(GraphPass):
     requires = (ONE_SPELLING,)
     breaks = (NO_DUPLICATES,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in [node for node in joint.graph.nodes if node.target in _KEYS]:
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target in _KEYS:
             _group(node)
-        erase_dead(joint.graph)
-        return joint
 
 
 def _group(node: fx.Node) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ _LARGEST, _LARGEST_WHOLE = 2**22, 2**25
 is pointwise. What finds packed sequences by their positions is not, and has a number for each token of the batch."""
 
 
-@dataclass(frozen=True)
 class MarkCausalMasks(GraphPass):
     """Say of an attention that it is causal, or causal within a window, in place of a mask that is computed from
     constants and says just that.
@@ -211,7 +209,6 @@ def _unshared(joint: JointGraph) -> str | None:
 READERS_SHARE = Property("the readers of a value in one phase read one use of it", _unshared)
 
 
-@dataclass(frozen=True)
 class InsertUses(GraphPass):
     """Put one `use` between a value and its readers of a phase, where there are two or more.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from passes.ir.graph_pass import GraphPass, int_at, ints_at, replace, shape_of, tensor_at
+from passes.ir.graph_pass import GraphPass, OpPass, int_at, ints_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES, Property, described, of_ops
 from passes.ir.joint import JointGraph
 from passes.ir.op_schema import named_arguments, slice_ends
@@ -29,8 +28,7 @@ def _misspelled(node: fx.Node) -> str | None:
 ONE_SPELLING = of_ops("views, dims and sizes have one spelling", _misspelled)
 
 
-@dataclass(frozen=True)
-class NormalizeArguments(GraphPass):
+class NormalizeArguments(OpPass):
     """Say one thing in one way: one op per kind of view, concrete sizes, dims counted from the left.
 
         %t: f32[16, 8]    = aten.permute(%w, [-1, 0])    // %w: f32[8, 16]
@@ -47,12 +45,10 @@ class NormalizeArguments(GraphPass):
 
     ensures = (ONE_SPELLING,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in joint.graph.nodes:
-            normalize = _TABLE.get(node.target) if node.op == "call_function" else None
-            if normalize is not None:
-                node.target, node.args, node.kwargs = normalize(node)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        normalize = _TABLE.get(node.target)
+        if normalize is not None:
+            node.target, node.args, node.kwargs = normalize(node)
 
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -170,7 +166,6 @@ def _duplicate(joint: JointGraph) -> str | None:
 NO_DUPLICATES = Property("nothing is computed twice", _duplicate)
 
 
-@dataclass(frozen=True)
 class MergeDuplicates(GraphPass):
     """Compute a common subexpression (same op, same arguments) once, where it first appears.
 

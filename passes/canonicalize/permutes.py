@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +10,16 @@ from torch import fx
 
 import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
-from passes.ir.graph_pass import GraphPass, call_like, emit, erase_dead, ints_at, replace, shape_of, tensor_at
+from passes.ir.graph_pass import (
+    OpPass,
+    call_like,
+    emit,
+    ints_at,
+    replace,
+    shape_of,
+    tensor_at,
+)
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, of_ops
-from passes.ir.joint import JointGraph
 from passes.ops.layer_ops import format_equation, parse_equation
 from passes.ops.routed_ops import ROUTED
 
@@ -50,8 +56,7 @@ PRODUCTS_ARE_CONTRACTS = of_ops(
 )
 
 
-@dataclass(frozen=True)
-class MatmulToContract(GraphPass):
+class MatmulToContract(OpPass):
     """Write every matrix product as a `contract`, which names its loops.
 
         %y: f32[8, 32] = aten.mm(%x, %w)
@@ -63,16 +68,13 @@ class MatmulToContract(GraphPass):
 
     ensures = (PRODUCTS_ARE_CONTRACTS,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in joint.graph.nodes:
-            if node.op == "call_function" and node.target in EQUATIONS:
-                node.args = (*node.args, EQUATIONS[node.target])
-                node.target = torch.ops.autoshard.contract.default
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target in EQUATIONS:
+            node.args = (*node.args, EQUATIONS[node.target])
+            node.target = torch.ops.autoshard.contract.default
 
 
-@dataclass(frozen=True)
-class FusePermutes(GraphPass):
+class FusePermutes(OpPass):
     """Make a permute of a permute one permute, or none.
 
     %a: f32[16, 8] = aten.permute(%x, [1, 0])
@@ -85,27 +87,20 @@ class FusePermutes(GraphPass):
     ensures = (PERMUTES_FUSED,)
     breaks = (NO_DUPLICATES, ONE_RESHAPE)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if node.target is aten.permute.default:
-                _fuse(node)
-        erase_dead(joint.graph)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target is not aten.permute.default:
+            return
+        inner, order = tensor_at(node), ints_at(node, 1)
+        if inner.target is aten.permute.default:
+            first = ints_at(inner, 1)
+            order = [first[d] for d in order]
+            inner = tensor_at(inner)
+            node.args = (inner, order)
+        if order == sorted(order):
+            replace(node, inner)
 
 
-def _fuse(node: fx.Node) -> None:
-    inner, order = tensor_at(node), ints_at(node, 1)
-    if inner.target is aten.permute.default:
-        first = ints_at(inner, 1)
-        order = [first[d] for d in order]
-        inner = tensor_at(inner)
-        node.args = (inner, order)
-    if order == sorted(order):
-        replace(node, inner)
-
-
-@dataclass(frozen=True)
-class AbsorbPermutes(GraphPass):
+class AbsorbPermutes(OpPass):
     """Let a `contract` read its operands and write its result in their own dim order.
 
         %t: f32[16, 32]    = aten.permute(%w, [1, 0])                          // %w: f32[32, 16]
@@ -122,15 +117,12 @@ class AbsorbPermutes(GraphPass):
     ensures = (PERMUTES_ABSORBED,)
     breaks = (NO_DUPLICATES,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if node.target is torch.ops.autoshard.contract.default:
-                _absorb_operands(node)
-                _absorb_result(node)
-            elif node.target in ROUTED:
-                _turn(node)
-        erase_dead(joint.graph)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target is torch.ops.autoshard.contract.default:
+            _absorb_operands(node)
+            _absorb_result(node)
+        elif node.target in ROUTED:
+            _turn(node)
 
 
 def _absorb_operands(node: fx.Node) -> None:
@@ -174,8 +166,7 @@ def _turn(node: fx.Node) -> None:
             node.graph.erase_node(user)
 
 
-@dataclass(frozen=True)
-class DropUnitDims(GraphPass):
+class DropUnitDims(OpPass):
     """Take dims of size 1 out of permutes, where that can help, and of products that batch over them.
 
         %p: f32[16, 1, 8]  = aten.permute(%x, [2, 0, 1])                    // %x: f32[1, 8, 16]
@@ -194,13 +185,11 @@ class DropUnitDims(GraphPass):
     requires = (ONE_SPELLING, PRODUCTS_ARE_CONTRACTS)
     breaks = (NO_DEAD_CODE, NO_DUPLICATES)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if node.target is aten.permute.default:
-                _permute(node)
-            elif node.target is torch.ops.autoshard.contract.default:
-                _contract(node)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target is aten.permute.default:
+            _permute(node)
+        elif node.target is torch.ops.autoshard.contract.default:
+            _contract(node)
 
 
 def _reshaped(node: fx.Node, x: fx.Node, shape: list[int]) -> fx.Node:

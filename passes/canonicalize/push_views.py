@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -266,7 +265,6 @@ _TABLE: dict[Any, PushRule] = {
 }
 
 
-@dataclass(frozen=True)
 class PushViews(GraphPass):
     """Compute on the finer dims: move flattening reshapes down past every op that need not see them.
 

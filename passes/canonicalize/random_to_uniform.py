@@ -15,7 +15,7 @@ from torch import fx
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
 from cost_model.errors import CaptureError
 from passes.canonicalize.normalize_arguments import ONE_SPELLING
-from passes.ir.graph_pass import GraphPass, emit, erase_dead, int_at, tensor_at
+from passes.ir.graph_pass import GraphPass, OpPass, emit, erase_dead, int_at, tensor_at
 from passes.ir.graph_pass import replace as replace_node
 from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import GraphInput, JointGraph
@@ -35,8 +35,7 @@ def _creates_otherwise(node: fx.Node) -> str | None:
 PLAIN_CREATIONS = of_ops("constants are `full`, ranges `arange.start_step`", _creates_otherwise)
 
 
-@dataclass(frozen=True)
-class NormalizeCreations(GraphPass):
+class NormalizeCreations(OpPass):
     """Make every constant tensor a `full` and every range an `arange.start_step`.
 
         %z: f32[8, 16] = aten.zeros_like(%x)
@@ -52,29 +51,18 @@ class NormalizeCreations(GraphPass):
     ensures = (PLAIN_CREATIONS,)
     breaks = (NO_DEAD_CODE,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in joint.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node.target in FILLS:
-                _to_full(node, FILLS[node.target](node))
-            elif node.target in RANGES:
-                _to_arange(node)
-        return joint
-
-
-def _to_full(node: fx.Node, value: Any) -> None:
-    like = node.meta["val"]
-    node.target = aten.full.default
-    node.args = (list(like.shape), value)
-    node.kwargs = {"dtype": like.dtype, "device": like.device}
-
-
-def _to_arange(node: fx.Node) -> None:
-    like, given = node.meta["val"], named_arguments(node.target, node.args, node.kwargs)
-    node.target = aten.arange.start_step
-    node.args = (given.get("start", 0), given["end"], given.get("step", 1))
-    node.kwargs = {"dtype": like.dtype, "device": like.device}
+    def rewrite(self, node: fx.Node) -> None:
+        like = node.meta["val"]
+        if node.target in FILLS:
+            node.args = (list(like.shape), FILLS[node.target](node))
+            node.target = aten.full.default
+        elif node.target in RANGES:
+            given = named_arguments(node.target, node.args, node.kwargs)
+            node.args = (given.get("start", 0), given["end"], given.get("step", 1))
+            node.target = aten.arange.start_step
+        else:
+            return
+        node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
 def _argument(name: str) -> Callable[[fx.Node], Any]:
@@ -115,7 +103,6 @@ def _draws(node: fx.Node) -> str | None:
 NO_GENERATORS = of_ops("nothing draws from a generator", _draws)
 
 
-@dataclass(frozen=True)
 class RandomToUniform(GraphPass):
     """Draw every random number from one `seed` input, by counting instead of by generator state.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,16 @@ from torch import fx
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING, REDUCTIONS
 from passes.canonicalize.permutes import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
-from passes.ir.graph_pass import GraphPass, call_like, erase_dead, ints_at, replace, shape_of, tensor_at
+from passes.ir.graph_pass import (
+    GraphPass,
+    OpPass,
+    call_like,
+    erase_dead,
+    ints_at,
+    replace,
+    shape_of,
+    tensor_at,
+)
 from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import JointGraph, node_values, tensor_operands
 
@@ -32,8 +40,7 @@ def _noted(node: fx.Node) -> str | None:
 CONJUGATES_WRITTEN = of_ops("conjugates are written out", _noted)
 
 
-@dataclass(frozen=True)
-class WriteConjugates(GraphPass):
+class WriteConjugates(OpPass):
     """Compute conjugates and their negated imaginary parts, which torch only notes in a bit of the tensor.
 
         %c: c64[8, 5] = aten._conj(%x)
@@ -46,15 +53,12 @@ class WriteConjugates(GraphPass):
 
     ensures = (CONJUGATES_WRITTEN,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in joint.graph.nodes:
-            if node.op == "call_function":
-                node.target = WRITTEN.get(node.target, node.target)
-                if node.target is aten.conj_physical.default and isinstance(node.args[0], complex):
-                    _replace(node, node.args[0].conjugate())
-                else:
-                    _clear(node)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        node.target = WRITTEN.get(node.target, node.target)
+        if node.target is aten.conj_physical.default and isinstance(node.args[0], complex):
+            _replace(node, node.args[0].conjugate())
+        else:
+            _clear(node)
 
 
 def _replace(node: fx.Node, number: complex) -> None:
@@ -74,8 +78,7 @@ def _clear(node: fx.Node) -> None:
         node.meta["val"] = type(value)(parts)
 
 
-@dataclass(frozen=True)
-class RemoveNoops(GraphPass):
+class RemoveNoops(OpPass):
     """Drop ops that return their operand: the graph is functional, so a copy and the thing are one.
 
         %d: f32[8] = aten.detach(%x)
@@ -92,13 +95,11 @@ class RemoveNoops(GraphPass):
     requires = (CONJUGATES_WRITTEN, ONE_SPELLING)
     breaks = (NO_DEAD_CODE, NO_DUPLICATES, PERMUTES_FUSED, PERMUTES_ABSORBED, ONE_RESHAPE)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            find = _TABLE.get(node.target) if node.op == "call_function" else None
-            same = find(node) if find is not None else None
-            if same is not None and not _caller_sees_copy(node, same):
-                replace(node, same)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        find = _TABLE.get(node.target)
+        same = find(node) if find is not None else None
+        if same is not None and not _caller_sees_copy(node, same):
+            replace(node, same)
 
 
 def _caller_sees_copy(node: fx.Node, same: fx.Node) -> bool:
@@ -183,8 +184,7 @@ _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
 }
 
 
-@dataclass(frozen=True)
-class DropKeptDims(GraphPass):
+class DropKeptDims(OpPass):
     """Let a reduction drop its dims where a reshape would drop them right after.
 
     %s: f32[1, 1, 16] = aten.sum(%x, [0, 1], True)        // %x: f32[4, 8, 16]
@@ -196,14 +196,11 @@ class DropKeptDims(GraphPass):
     requires = (ONE_SPELLING,)
     breaks = (NO_DUPLICATES,)
 
-    def __call__(self, joint: JointGraph) -> JointGraph:
-        for node in list(joint.graph.nodes):
-            if node.target is aten.reshape.default and _drops_kept(node):
-                reduction = tensor_at(node)
-                x, dims = reduction.args[:2]
-                replace(node, call_like(reduction, x, dims, False, **reduction.kwargs))
-        erase_dead(joint.graph)
-        return joint
+    def rewrite(self, node: fx.Node) -> None:
+        if node.target is aten.reshape.default and _drops_kept(node):
+            reduction = tensor_at(node)
+            x, dims = reduction.args[:2]
+            replace(node, call_like(reduction, x, dims, False, **reduction.kwargs))
 
 
 def _drops_kept(node: fx.Node) -> bool:
@@ -215,7 +212,6 @@ def _drops_kept(node: fx.Node) -> bool:
     return bool(reduction.args[2]) and left == list(shape_of(node))
 
 
-@dataclass(frozen=True)
 class RemoveDeadCode(GraphPass):
     """Erase ops whose results nothing reads. Placeholders stay: they are the calling convention.
 

@@ -22,7 +22,6 @@ from passes.rules.core.row_wise import rows_through
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
 class TokenOrder(GraphPass):
     """Compute on rows as their tokens come, and not sorted by expert.
 

@@ -223,24 +223,6 @@ def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     return aten.roll.default(x.reshape(-1), shifts, [0]).reshape(x.shape)
 
 
-def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
-    """[..., c f f, h, w] -> [..., c, h f, w f]"""
-    *lead, channels, h, w = x.shape
-    n, c = len(lead), channels // factor**2
-    fine = x.reshape([*lead, c, factor, factor, h, w])
-    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
-    return fine.permute(order).reshape([*lead, c, h * factor, w * factor]).clone()
-
-
-def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
-    """[..., c, h f, w f] -> [..., c f f, h, w]"""
-    *lead, c, h, w = x.shape
-    n = len(lead)
-    fine = x.reshape([*lead, c, h // factor, factor, w // factor, factor])
-    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return fine.permute(order).reshape([*lead, c * factor**2, h // factor, w // factor]).clone()
-
-
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
     """[n, g c, ...] -> [n, c g, ...]"""
     n, channels, *rest = x.shape
@@ -269,8 +251,6 @@ PLACES: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: transpose,
     aten.t.default: lambda x: transpose(x, 0, x.ndim - 1),
     aten.roll.default: roll,
-    aten.pixel_shuffle.default: pixel_shuffle,
-    aten.pixel_unshuffle.default: pixel_unshuffle,
     aten.channel_shuffle.default: channel_shuffle,
     aten.native_channel_shuffle.default: channel_shuffle,
     aten.copy.default: copy,

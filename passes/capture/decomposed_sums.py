@@ -1,4 +1,4 @@
-"""Means, variances, norms, products with a bias and of three, PReLU, and the place of a number, as sums, pointwise ops
+"""Means, variances, norms, products with a bias and of three, and the place of a number, as sums, pointwise ops
 and plain products. (Gradients of norms that are not here, and RMS norm: torch's own.)
 
 In half precision torch keeps a norm's mean and deviation for the backward in half precision on CPUs and in float32 on
@@ -106,10 +106,6 @@ def trilinear(
     read = ["".join(x for d, x in enumerate(letters) if d not in new) for new in (expand1, expand2, expand3)]
     left = "".join(x for d, x in enumerate(letters) if d not in sumdim)
     return torch.einsum(f"{','.join(read)}->{left}", a, b, c)
-
-
-def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(x > 0, grad, weight * grad), torch.where(x > 0, torch.zeros_like(x), x * grad)
 
 
 def searchsorted(
@@ -285,7 +281,6 @@ SUMS: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: trilinear,
     aten.searchsorted.Scalar: searchsorted,
     aten.bucketize.Scalar: bucketize,
-    aten._prelu_kernel_backward.default: prelu_backward,
     aten.native_layer_norm.default: layer_norm,
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten._native_batch_norm_legit.no_stats: batch_norm_without_stats,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,7 +75,6 @@ _CONTRACT = torch.ops.autoshard.contract.default
 """Becomes a product of matrices; where that is turned afterwards, its value is not contiguous."""
 
 
-@dataclass(frozen=True)
 class WriteIntoBuckets(RankPass):
     """A bucket is made before what it joins, and that is computed in its place there instead of being copied.
 
@@ -94,8 +92,7 @@ class WriteIntoBuckets(RankPass):
     breaks = (FUNCTIONAL,)
     keeps = (COLLECTIVES,)
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        graph = module.graph
+    def rewrite(self, graph: fx.Graph) -> None:
         place = {node: i for i, node in enumerate(graph.nodes)}
         for bucket in list(graph.nodes):
             written = written_into(bucket)
@@ -103,8 +100,6 @@ class WriteIntoBuckets(RankPass):
                 first = min(written.values(), key=place.__getitem__)
                 _write(graph, bucket, written, first)
         graph.lint()
-        module.recompile()
-        return module
 
 
 def written_into(bucket: fx.Node) -> Mapping[int, fx.Node]:

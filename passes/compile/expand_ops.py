@@ -58,14 +58,6 @@ CALLED: Mapping[str, Callable[..., Any]] = {
 than all else that eager needs; or how many rows there are is known at run time."""
 
 
-def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
-    return {
-        **_REFERENCES,
-        "autoshard.attention.default": partial(attention_reference, chip=chip),
-        "autoshard.attention_backward.default": partial(attention_backward_reference, chip=chip),
-    }
-
-
 @autocast_off()
 def expand_ops(
     module: fx.GraphModule,
@@ -89,7 +81,11 @@ def expand_ops(
     graph = fx.Graph()
     new: dict[fx.Node, Any] = {}
     traced = {} if traced is None else traced
-    references = _references(chip)
+    references = {
+        **_REFERENCES,
+        "autoshard.attention.default": partial(attention_reference, chip=chip),
+        "autoshard.attention_backward.default": partial(attention_backward_reference, chip=chip),
+    }
     unread: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op == "output":

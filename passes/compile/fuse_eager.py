@@ -128,7 +128,6 @@ _OWNING = frozenset(
 """Ops whose results share no memory with their operands; a collective's is known by its wait."""
 
 
-@dataclass(frozen=True)
 class FuseEager(RankPass):
     """Drop views that change nothing, add biases in the product, pad in the copy, reduce fresh buffers in place.
 
@@ -150,8 +149,7 @@ class FuseEager(RankPass):
     breaks = (FUNCTIONAL,)
     keeps = (COLLECTIVES,)
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        graph = module.graph
+    def rewrite(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
             if _changes_nothing(node):
                 stand_in(node, node.args[0])  # type: ignore[arg-type]
@@ -164,8 +162,6 @@ class FuseEager(RankPass):
             elif reduced_in_place(node):
                 node.target = _IN_PLACE[node.target]
         graph.lint()
-        module.recompile()
-        return module
 
 
 def _changes_nothing(node: fx.Node) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ ROWS_KEPT = op(aten._to_copy.default)(sum_all(KEPT))
 MEAN_LOSS = div(sum_all(ROW_LOSS), ROWS_KEPT)
 
 
-@dataclass(frozen=True)
 class JoinKernels(RankPass):
     """Sums and pointwise ops over whole rows become torch's kernels: layer norms, logarithms of a softmax, losses of
     what is picked of these, and their gradients.
@@ -76,8 +74,7 @@ class JoinKernels(RankPass):
 
     keeps = (COLLECTIVES,)
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        graph = module.graph
+    def rewrite(self, graph: fx.Graph) -> None:
         emit = OpWriter(graph)
         _join_norms(graph, emit)
         for pattern, write in _LOSSES:
@@ -89,7 +86,6 @@ class JoinKernels(RankPass):
                         node.replace_all_uses_with(made)
                         break
         drop_unread(graph)
-        return module
 
 
 def _join_norms(graph: fx.Graph, emit: OpWriter) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ class OpWriter:
         return node
 
 
-@dataclass(frozen=True)
 class JoinLinears(RankPass):
     """A product with a matrix, between views, becomes `linear` or `matmul`, which look at their operands the same way.
 
@@ -68,14 +66,11 @@ class JoinLinears(RankPass):
 
     keeps = (COLLECTIVES,)
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        graph = module.graph
+    def rewrite(self, graph: fx.Graph) -> None:
         products = [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
         joined = [_join(node, graph) for node in products]
         if any(joined):
             drop_unread(graph)
-        module.recompile()
-        return module
 
 
 def _join(product: fx.Node, graph: fx.Graph) -> bool:
@@ -116,7 +111,6 @@ def _unflattened(product: fx.Node, rows: Any) -> tuple[fx.Node, Any]:
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-@dataclass(frozen=True)
 class JoinConvolutions(RankPass):
     """Gradients of one convolution that are made from the same operands are made by one call.
 
@@ -130,8 +124,7 @@ class JoinConvolutions(RankPass):
 
     keeps = (COLLECTIVES,)
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        graph = module.graph
+    def rewrite(self, graph: fx.Graph) -> None:
         emit = OpWriter(graph)
         firsts: list[fx.Node] = []
         for node in list(graph.nodes):
@@ -145,7 +138,6 @@ class JoinConvolutions(RankPass):
                 node = _joined(first, node, graph, emit)
             firsts.append(node)
         drop_unread(graph)
-        return module
 
 
 def _wanted(node: fx.Node) -> list[bool]:

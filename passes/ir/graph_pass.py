@@ -67,9 +67,31 @@ class GraphPass(Pass[JointGraph]):
     keeps = (ENDS,)
 
 
+class OpPass(GraphPass):
+    """Rewrites op by op, in their order. What nothing reads then is dropped."""
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in list(joint.graph.nodes):
+            if node.op == "call_function":
+                self.rewrite(node)
+        erase_dead(joint.graph)
+        return joint
+
+    @abstractmethod
+    def rewrite(self, node: fx.Node) -> None: ...
+
+
 @dataclass(frozen=True)
 class RankPass(Pass[fx.GraphModule]):
     """A rewrite of one rank's forward or backward. `passes.ir.graph_properties` says what holds before and after."""
+
+    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
+        self.rewrite(module.graph)
+        module.recompile()
+        return module
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """In place."""
 
 
 def run_passes(joint: JointGraph, passes: Iterable[GraphPass]) -> JointGraph:

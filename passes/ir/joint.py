@@ -124,6 +124,10 @@ class JointGraph:
         """Each placeholder and what it is."""
         return list(zip(self.placeholders, self.inputs, strict=True))
 
+    def given_as(self, *kinds: InputKind) -> list[fx.Node]:
+        """The placeholders of these kinds."""
+        return [node for node, spec in self.given if spec.kind in kinds]
+
     @property
     def returned(self) -> list[tuple[GraphOutput, fx.Node | None]]:
         """What each result is, and its node."""
@@ -132,11 +136,8 @@ class JointGraph:
     @property
     def trained(self) -> set[fx.Node]:
         """Placeholders of the parameters that get a gradient."""
-        given = self.given
-        ends = (
-            given[end.index] for end, result in self.returned if end.kind == "grad" and result is not None
-        )
-        return {node for node, spec in ends if spec.kind == "param"}
+        graded = {end.index for end, result in self.returned if end.kind == "grad" and result is not None}
+        return {node for i, (node, spec) in enumerate(self.given) if i in graded and spec.kind == "param"}
 
 
 def repeats(node: fx.Node) -> int:
@@ -278,7 +279,7 @@ def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def after_tangents(joint: JointGraph) -> set[fx.Node]:
     """The tangents, and every op that depends on one."""
-    return dependents(joint.graph.nodes, (node for node, spec in joint.given if spec.kind == "tangent"))
+    return dependents(joint.graph.nodes, joint.given_as("tangent"))
 
 
 def on_demand(roots: Iterable[fx.Node], available: AbstractSet[fx.Node] = frozenset()) -> list[fx.Node]:

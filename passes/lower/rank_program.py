@@ -51,7 +51,7 @@ def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
 def without_usually_missing(joint: JointGraph) -> JointGraph:
     """A new joint graph that gives no gradient to outputs that get none in a usual step. It takes all tangents."""
     folder = _Folder(missing_tangents(joint))
-    folder.dependent.update(_tangents(joint))
+    folder.dependent.update(joint.given_as("tangent"))
     for node in joint.graph.nodes:
         folder.fold(node)
     folder.graph.output(tuple(folder.results))
@@ -61,13 +61,9 @@ def without_usually_missing(joint: JointGraph) -> JointGraph:
 
 def missing_tangents(joint: JointGraph) -> set[fx.Node]:
     """The tangents of outputs that get no gradient in a usual step."""
-    tangents = _tangents(joint)
+    tangents = {node: spec for node, spec in joint.given if spec.kind == "tangent"}
     missing = all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
     return {node for node, spec in tangents.items() if spec.index in missing}
-
-
-def _tangents(joint: JointGraph) -> dict[fx.Node, GraphInput]:
-    return {node: spec for node, spec in joint.given if spec.kind == "tangent"}
 
 
 def usually_missing(backward: Backward) -> frozenset[int]:

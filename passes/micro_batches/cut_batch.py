@@ -132,7 +132,7 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
     late: dict[fx.Node, fx.Node] = {}
     held: dict[fx.Node, Layout] = {}
     mesh = time_mesh(count)
-    for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
+    for node, spec in joint.given:
         shape = tuple(node_value(node).shape)
         if spec.kind == "input" and shape and shape[0] == batch_length(joint):
             dims = [(TIME,), *[()] * (len(shape) - 1)]

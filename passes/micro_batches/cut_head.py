@@ -184,9 +184,8 @@ def head_times(joint: JointGraph, count: int) -> RunTimes | None:
 def _large(joint: JointGraph) -> set[str]:
     """Ops with a result that is more than half as large as the largest of the forward, both made of the call's tensors.
     What is like a parameter, as its gradient is, does not count."""
-    given = [n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "input"]
     shapes = {tuple(node.meta["val"].shape) for node in joint.trained}
-    of_call = dependents(joint.graph.nodes, given)
+    of_call = dependents(joint.graph.nodes, joint.given_as("input"))
     elements = {
         node: max((value.numel() for value in _values(node) if tuple(value.shape) not in shapes), default=0)
         for node in joint.graph.nodes

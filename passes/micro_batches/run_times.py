@@ -163,7 +163,7 @@ class _Labeller:
     def add_ops(self) -> None:
         mesh, ops = time_mesh(self.count), list(ops_of(self.joint))
         cuts = find_cuts(self.joint, mesh, given_layouts(self.joint, self.count), ops)
-        for node, spec in zip(self.joint.placeholders, self.joint.inputs, strict=True):
+        for node, spec in self.joint.given:
             ndim = node_value(node).ndim
             if spec.kind in ("input", "tangent"):
                 self.given.add(node)

@@ -34,24 +34,18 @@ def even_sizes(length: int, count: int) -> tuple[int, ...]:
 
 def batch_length(joint: JointGraph) -> int:
     """The longest first dim of the call's tensors; 0 if none has a dim."""
-    shapes = (
-        tuple(node_value(node).shape)
-        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
-        if spec.kind == "input"
-    )
+    shapes = (tuple(node_value(node).shape) for node in joint.given_as("input"))
     return max((shape[0] for shape in shapes if shape), default=0)
 
 
 def trains(joint: JointGraph) -> bool:
     """Whether a call has gradients: without, nothing is kept that pieces would make less of."""
-    ends = zip(joint.outputs, joint.results, strict=True)
-    return any(end.kind == "grad" and result is not None for end, result in ends)
+    return any(end.kind == "grad" and result is not None for end, result in joint.returned)
 
 
 def call_products(joint: JointGraph) -> list[fx.Node]:
     """Products of what is made of the call's tensors, in order."""
-    ends = zip(joint.placeholders, joint.inputs, strict=True)
-    made = dependents(joint.graph.nodes, [n for n, spec in ends if spec.kind in ("input", "tangent")])
+    made = dependents(joint.graph.nodes, joint.given_as("input", "tangent"))
     return [node for node in joint.graph.nodes if node in made and is_product(node)]
 
 
@@ -59,7 +53,7 @@ def given_layouts(joint: JointGraph, count: int) -> Mapping[int, list[Layout]]:
     """Of every tensor of the call, by its position, each dim cut into `count` pieces of even sizes."""
     mesh = time_mesh(count)
     found: dict[int, list[Layout]] = {}
-    for position, (node, spec) in enumerate(zip(joint.placeholders, joint.inputs, strict=True)):
+    for position, (node, spec) in enumerate(joint.given):
         if spec.kind in ("input", "tangent"):
             shape = tuple(node_value(node).shape)
             found[position] = [_cut(shape, d, mesh) for d, n in enumerate(shape) if n >= count]

@@ -112,7 +112,7 @@ class _Writer:
 
     def nodes(self) -> tuple[NodeRecord, ...]:
         priced, trained = self._priced(), self.joint.trained
-        ends = dict(zip(self.joint.placeholders, self.joint.inputs, strict=True))
+        ends = dict(self.joint.given)
         nodes = [node for node in self.joint.graph.nodes if result_index(node)[0] is node]
         return tuple(
             self._placeholder(node, ends[node], node in trained)

@@ -86,7 +86,7 @@ def differences(records: Sequence[NodeRecord], joint: JointGraph, made_on: str) 
     mine = {(r.op, r.text): r.results[0] for r in records if r.op in ("param", "buffer", "input")}
     theirs = {
         (spec.kind, f"{spec.kind} {spec.name}"): tuple(node.meta["val"].shape)
-        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        for node, spec in joint.given
         if spec.kind in ("param", "buffer", "input")
     }
     lines = [f"  {text}: in the plan, not in the model" for _, text in mine.keys() - theirs.keys()]
@@ -168,8 +168,7 @@ _FORWARD, _AFTER = 1, 3
 
 def _late_transfers(joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node]) -> set[Move]:
     """Those of the backward: only gradients depend on what they deliver. forward: its ops."""
-    ends = zip(joint.outputs, joint.results, strict=True)
-    kinds = [spec.kind for spec, result in ends if result is not None]
+    kinds = [spec.kind for spec, result in joint.returned if result is not None]
     at_end = lambda move: kinds[move.index] == "grad"
     return {m for m in moves if (at_end(m) if m.reader.op == "output" else m.reader not in forward)}
 

@@ -10,6 +10,7 @@ and what an allocator keeps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -61,7 +62,7 @@ def program_values(
 
     phase: which its forward is said to be.
     """
-    forward = _Phase(phases.forward, traffic, first, workspaces=workspaces, flows=flows)
+    forward = _Phase(phases.forward, traffic, first, {}, frozenset(), workspaces, flows)
     steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
         return steps, list(forward.values({}))
@@ -94,6 +95,7 @@ def _owner(node: fx.Node) -> Owner:
             return node, 0
 
 
+@dataclass
 class _Phase:
     """What is alive in one graph, whose first op is step `first` of the program.
 
@@ -101,21 +103,18 @@ class _Phase:
     placeholders the caller holds. forward: names of ops that have run already.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        traffic: TrafficModel,
-        first: int,
-        outside: Mapping[fx.Node, Owner] | None = None,
-        forward: Set[str] = frozenset(),
-        workspaces: Workspaces = NONE,
-        flows: Flows | None = None,
-    ) -> None:
-        known = flows or {}
+    module: fx.GraphModule
+    traffic: TrafficModel
+    first: int
+    outside: Mapping[fx.Node, Owner]
+    forward: Set[str]
+    workspaces: Workspaces
+    flows: Flows | None
+
+    def __post_init__(self) -> None:
+        module, traffic, first, known = self.module, self.traffic, self.first, self.flows or {}
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
         self._place = {node: step for step, node in enumerate(self.ops, first)}
-        self._workspaces = workspaces
-        self._first, self._outside, self._forward = first, outside or {}, forward
         self._flows = {node: known.get(node) or traffic(node) for node in self.ops}
         self._owners: dict[fx.Node, Owner] = {}
         self._end = first + len(self.ops) - 1
@@ -134,23 +133,23 @@ class _Phase:
             self._read(node, self._end)
 
     def values(self, told: Told) -> Iterator[LiveValue]:
-        for owner in dict.fromkeys(self._outside.values()):
+        for owner in dict.fromkeys(self.outside.values()):
             kind, name = told[owner]
-            yield live_value(owner, kind, name, self._first, self._last.get(owner, self._end))
-        for step, node in enumerate(self.ops, self._first):
+            yield live_value(owner, kind, name, self.first, self._last.get(owner, self._end))
+        for step, node in enumerate(self.ops, self.first):
             if self._stored(node):
                 begin = self._place[self._shared.begins.get(node, node)]
                 for owner in _storages(node):
-                    kind, name = told.get(owner) or (kind_of_op(node, self._forward), "")
+                    kind, name = told.get(owner) or (kind_of_op(node, self.forward), "")
                     yield live_value(owner, kind, name, begin, self._last.get(owner, step))
             yield from self._beside(node, step)
 
     def _beside(self, node: fx.Node, step: int) -> Iterator[LiveValue]:
         """What an op has for itself while it runs, and a collective until its wait."""
-        found: list[tuple[Kind, int, int]] = [("working", self._workspaces.of_op(node), step)]
+        found: list[tuple[Kind, int, int]] = [("working", self.workspaces.of_op(node), step)]
         waits = [self._place[user] for user in node.users if is_collective(user)]
         if is_collective(node) and waits:
-            found.append(("moved", self._workspaces.of_message(node), max(waits)))
+            found.append(("moved", self.workspaces.of_message(node), max(waits)))
         for kind, nbytes, last in found:
             if nbytes:
                 yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)
@@ -168,8 +167,8 @@ class _Phase:
     def _read(self, node: fx.Node, step: int, runs: int = 0) -> None:
         """runs: until when, of what the phase was given: compilers write results over what it made itself."""
         owner = self._owner(node)
-        if owner[0] in self._outside:
-            owner, step = self._outside[owner[0]], max(step, runs)
+        if owner[0] in self.outside:
+            owner, step = self.outside[owner[0]], max(step, runs)
         self._last[owner] = max(self._last.get(owner, step), step)
 
 

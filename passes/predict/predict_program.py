@@ -23,12 +23,11 @@ from passes.predict.prediction import (
     LiveValue,
     MemoryWalk,
     Moved,
-    PredictedCollective,
     PredictedPhase,
     Prediction,
     TimelinePart,
 )
-from passes.predict.step_events import Axes, AxesOf, StepEvents
+from passes.predict.step_events import Axes, AxesOf, PredictedCollective, StepEvents
 from passes.predict.workspaces import workspaces_of
 from passes.rules.core.rule_registry import rules_of
 from passes.strategies.prices import Prices
@@ -51,20 +50,10 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
     timeline = Timeline.of(step.events, prices.overlap_efficiency)
     late = {collective: timeline.events[wait].seconds for collective, wait in step.late.items()}
     collectives = tuple(
-        PredictedCollective(
-            issued.phase,
-            issued.node,
-            issued.serves,
-            issued.kind,
-            issued.axes,
-            issued.nbytes,
-            timeline.events[issued.event].seconds,
-            timeline.start[issued.event],
-            timeline.exposed[issued.event] + late.get(issued.event, 0.0),
-            timeline.end[issued.event],
-            turn=issued.turn,
+        replace(
+            one, start=timeline.start[i], exposed=timeline.exposed[i] + late.get(i, 0.0), end=timeline.end[i]
         )
-        for issued in step.collectives
+        for i, one in step.collectives.items()
     )
     workspaces = workspaces_of(prices, axes_of)
     memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces, step.flows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from msgspec import Struct, structs
@@ -16,7 +16,7 @@ from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
 from passes.lower.own_rows import behind_ids
 from passes.lower.partition import order_of
-from passes.lower.phases import Backward, Phases
+from passes.lower.phases import Backward, Phases, split_backward
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.plan.planned_graph import PlannedGraph, Transfer
@@ -34,7 +34,6 @@ from passes.predict.prediction import MemoryWalk, Prediction
 from passes.schedule.issue_order import step_places
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
-from passes.stages.stage_graph import split_backward
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
@@ -221,6 +220,7 @@ class StepInOrders:
         return self._orders[rank]
 
 
+@dataclass
 class Orders:
     """Programs of one rank that differ in turns, and in how many transfers are in flight, and in nothing else.
 
@@ -228,26 +228,23 @@ class Orders:
     `rank_program`.
     """
 
-    def __init__(
-        self,
-        joint: JointGraph,
-        planned: PlannedGraph,
-        mesh: MeshSpec,
-        rank: int,
-        groups: Mapping[tuple[str, ...], str],
-        *,
-        joined: bool,
-    ) -> None:
-        self._planned = planned
-        self._joint = compute_again(joint, planned.again)
-        program = rank_program(self._joint, planned, mesh, rank, groups)
-        self._program = program.joined() if joined else program
+    joint: JointGraph
+    planned: PlannedGraph
+    mesh: MeshSpec
+    rank: int
+    groups: Mapping[tuple[str, ...], str]
+    joined: bool
+
+    def __post_init__(self) -> None:
+        self._joint = compute_again(self.joint, self.planned.again)
+        program = rank_program(self._joint, self.planned, self.mesh, self.rank, self.groups)
+        self._program = program.joined() if self.joined else program
 
     def has(self, planned: PlannedGraph) -> bool:
         """Whether that is the same program in another order: what moves, and in which phase, is the same."""
         phases = lambda one: {transfer: turn[0] for transfer, turn in one.turns.items()}
         content = lambda one: (phases(one), one.steps, one.interiors, one.layouts)
-        return content(planned) == content(self._planned)
+        return content(planned) == content(self.planned)
 
     def program(self, planned: PlannedGraph) -> RankProgram:
         """In the order of `planned`, which it `has`."""

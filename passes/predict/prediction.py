@@ -15,7 +15,7 @@ from torch import fx
 
 from cost_model.errors import Count, Seconds, Text, Word
 from passes.ir.op_traits import is_collective, is_view, op_name
-from passes.predict.step_events import COLLECTIVE_KINDS, Axes
+from passes.predict.step_events import COLLECTIVE_KINDS, PredictedCollective
 from passes.states.compute_again import runs_again
 
 Kind = Literal["parameters", "gradients", "optimizer", "inputs", "kept", "again", "moved", "working"]
@@ -128,27 +128,6 @@ class MemoryWalk:
         """The most bytes of a phase."""
         inside = [place for place, (name, _) in enumerate(self.steps) if name == phase]
         return int(self.by_kind[inside].sum(axis=1).max(initial=0))
-
-
-@dataclass(frozen=True)
-class PredictedCollective:
-    """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
-    `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
-    by how much the step is longer for it. times: how often it runs, once for each piece of a batch; all else is of the
-    first time. turn: as it is issued."""
-
-    phase: str
-    node: str
-    serves: str
-    kind: str
-    axes: Axes
-    nbytes: int
-    seconds: float
-    start: float
-    exposed: float
-    end: float
-    times: int = 1
-    turn: tuple[int, ...] | None = None
 
 
 class Kernel(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -35,17 +35,23 @@ COLLECTIVE_KINDS: Mapping[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Issued:
-    """A collective of the step. event: its position among the events; node: its name in the phase's
-    graph; serves: the parameter or module it is for; nbytes: as `cost_model.collectives` counts. turn: its own."""
+class PredictedCollective:
+    """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
+    `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
+    by how much the step is longer for it. times: how often it runs, once for each piece of a batch; all else is of the
+    first time. turn: as it is issued."""
 
-    event: int
     phase: str
     node: str
     serves: str
     kind: str
     axes: Axes
     nbytes: int
+    seconds: float
+    start: float = 0.0
+    exposed: float = 0.0
+    end: float = 0.0
+    times: int = 1
     turn: tuple[int, ...] | None = None
 
 
@@ -65,7 +71,8 @@ class StepEvents:
     prices: Prices
     axes_of: AxesOf
     events: list[Event] = field(default_factory=list)
-    collectives: list[Issued] = field(default_factory=list)
+    collectives: dict[int, PredictedCollective] = field(default_factory=dict)
+    """By their positions among the events, without their times."""
     ends: list[tuple[str, int]] = field(default_factory=list)
     """(phase, number of events when it was complete)."""
     late: dict[int, int] = field(default_factory=dict)
@@ -140,7 +147,8 @@ class StepEvents:
         serves = str(node.meta.get("serves", ""))
         self._issued_at[len(self.events)] = self._computed, self.prices.mesh.size(*axes)
         turn = node.meta.get("turn")
-        self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes, turn))
+        collective = PredictedCollective(phase, node.name, serves, kind, axes, nbytes, seconds, turn=turn)
+        self.collectives[len(self.events)] = collective
         hidden = self.prices.hidden_share(kind, axes)
         link = self.prices.redistributor.link(axes)
         self.events.append(Event(node.name, "comm", seconds, self._last_kernel, hidden, link))

@@ -64,17 +64,15 @@ class Bucket(RankPass):
     calls: FakeCalls | None = field(default=None, repr=False, compare=False)
     """Of the values of the graph, where there are more such graphs."""
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        place = {node: i for i, node in enumerate(module.graph.nodes)}
+    def rewrite(self, graph: fx.Graph) -> None:
+        place = {node: i for i, node in enumerate(graph.nodes)}
         calls = self.calls or FakeCalls()
         merged = [
-            _merge(module.graph, sorted(nodes, key=_transfer), max(nodes, key=place.__getitem__), calls)
-            for nodes in _buckets(module.graph)
+            _merge(graph, sorted(nodes, key=_transfer), max(nodes, key=place.__getitem__), calls)
+            for nodes in _buckets(graph)
         ]
         if merged:
-            _sort(module.graph, {node: _ready(node, place) for node in merged})
-            module.recompile()
-        return module
+            _sort(graph, {node: _ready(node, place) for node in merged})
 
 
 def _buckets(graph: fx.Graph) -> list[list[fx.Node]]:

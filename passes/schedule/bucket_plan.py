@@ -44,8 +44,8 @@ from passes.plan.planned_graph import Transfer
 from passes.plan.transfers import Move
 from passes.redistribution.redistribute import Redistribution
 from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
-from passes.schedule.issue_order import IssueOrder, Place, Side, issue_order
-from passes.schedule.prefetch import Prefetch
+from passes.schedule.issue_order import Ending, Groups, IssueOrder, Limits, Place, Side, issue_order
+from passes.schedule.schedule import Prefetch
 from passes.strategies.prices import Prices
 
 _MERGED = (AllGather, AllReduce, ReduceScatter, HaloExchange, HaloReduce, Reshard)
@@ -99,13 +99,7 @@ class BucketPlan:
             groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
         return groups
 
-    def ahead(
-        self,
-        groups: Sequence[Sequence[Move]],
-        ops: Sequence[fx.Node],
-        awaited: Sequence[int],
-        ending: Sequence[tuple[Place, Sequence[Move]]],
-    ) -> list[list[tuple[int, Place]]]:
+    def ahead(self, groups: Groups, ops: Sequence[fx.Node], awaited: Sequence[int], ending: Ending) -> Limits:
         """Each group so early that it has arrived when it is read, if computing is all that it waits for; behind what
         others wait for, where it arrives in time nevertheless; and before reductions that would keep it from that. Of
         several collectives each likewise before the next.
@@ -160,11 +154,8 @@ class BucketPlan:
         """Only where memory is short."""
         if math.isinf(self.prices.moved_nbytes):
             return []
-        held = [self._group_nbytes(group) for group in groups]
+        held = [sum(max(self._nbytes(move), default=0) for move in group) for group in groups]
         return [_most(held[: i + 1], self.prices.moved_nbytes) for i in range(len(held))]
-
-    def _group_nbytes(self, group: Sequence[Move]) -> int:
-        return sum(max(self._nbytes(move), default=0) for move in group)
 
     def _kind(self, move: Move) -> Kind | None:
         """None for what cannot be merged."""

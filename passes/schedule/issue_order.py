@@ -48,7 +48,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import fx
 
@@ -69,16 +69,15 @@ Side = Literal["early", "between", "last"]
 """Merged transfers are issued with the first that is read ("early"), or the last that is ready ("between", "last")."""
 
 
-class MergeRule(Protocol):
-    """Which transfers to merge: groups of `moves`, which are in the order in which they are read ("early")
-    or ready ("last"). Every one is in one group; groups keep that order inside."""
+Groups = Sequence[Sequence[Move]]
+"""Of transfers that are merged."""
 
-    def __call__(
-        self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]
-    ) -> Sequence[Sequence[Move]]: ...
+MergeRule = Callable[[Side, Sequence[Move], Sequence[fx.Node]], Groups]
+"""Which transfers of a side to merge: groups of them, which are in the order in which they are read ("early") or ready
+("last"). Every one is in one group; groups keep that order inside."""
 
 
-def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Sequence[Sequence[Move]]:
+def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Groups:
     return [[move] for move in moves]
 
 
@@ -87,27 +86,19 @@ Place = tuple[int, int]
 behind other transfers there."""
 
 
-class Ahead(Protocol):
-    """When transfers at hand are issued. groups: merged ones, in the order in which they are read. awaited: positions
-    of ops whose results others wait for, rising. ending: merged transfers that only the end needs, and their places.
-    Per group of its last collectives, as far as they do not start together: how many are in flight at most, it
-    included, when it is started, and its place."""
+Ending = Sequence[tuple[Place, Sequence[Move]]]
+"""Merged transfers that only the end needs, and their places."""
 
-    def __call__(
-        self,
-        groups: Sequence[Sequence[Move]],
-        ops: Sequence[fx.Node],
-        awaited: Sequence[int],
-        ending: Sequence[tuple[Place, Sequence[Move]]],
-    ) -> Sequence[Sequence[tuple[int, Place]]]: ...
+Limits = Sequence[Sequence[tuple[int, Place]]]
+"""Per group of its last collectives, as far as they do not start together: how many are in flight at most, it included,
+when it is started, and its place."""
+
+Ahead = Callable[[Groups, Sequence[fx.Node], Sequence[int], Ending], Limits]
+"""(groups, ops, awaited, ending) -> when transfers at hand are issued. groups: in the order in which they are read.
+awaited: positions of ops whose results others wait for, rising."""
 
 
-def prefetched(
-    groups: Sequence[Sequence[Move]],
-    ops: Sequence[fx.Node],
-    awaited: Sequence[int],
-    ending: Sequence[tuple[Place, Sequence[Move]]],
-) -> Sequence[Sequence[tuple[int, Place]]]:
+def prefetched(groups: Groups, ops: Sequence[fx.Node], awaited: Sequence[int], ending: Ending) -> Limits:
     """Every group when the one `PREFETCH` before it is first read."""
     read = [group[0].end for group in groups]
     return [[(PREFETCH, place_behind(read, i, PREFETCH))] for i in range(len(read))]
@@ -120,12 +111,12 @@ def place_behind(read: Sequence[int], i: int, depth: int) -> Place:
     return (2 * read[i - depth], 0) if i >= depth else (0, 0)
 
 
-Pending = Callable[[Sequence[Sequence[Move]]], Sequence[int]]
+Pending = Callable[[Groups], Sequence[int]]
 """Merged transfers that only the end needs, in order -> of each how many are in flight at most when it is started; none
 where that is for `passes.schedule.overlap` to say."""
 
 
-def _unlimited(groups: Sequence[Sequence[Move]]) -> Sequence[int]:
+def _unlimited(groups: Groups) -> Sequence[int]:
     return []
 
 

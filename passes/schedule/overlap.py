@@ -84,14 +84,11 @@ class Overlap(RankPass):
     pending: int = 4
     reach: int = REACH
 
-    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        graph = module.graph
+    def rewrite(self, graph: fx.Graph) -> None:
         output = graph.output_node()
         for node in _Schedule(graph, self).run():
             output.prepend(node)
         graph.lint()
-        module.recompile()
-        return module
 
 
 class _Schedule:

@@ -31,7 +31,7 @@ from typing import Literal
 
 from torch import fx
 
-from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
+from passes.ir.joint import InputKind, JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import fuses, is_collect, is_collective, is_piece, is_product, is_view
 from passes.ir.torch_dispatch import input_nodes
 
@@ -108,7 +108,7 @@ def hidden_reads(joint: JointGraph) -> HiddenReads:
     """The reads of `joint` for which nothing waits, whatever the layouts."""
     parts = segments(joint)
     early, late = _with_roles(joint, parts.forward, "input"), _with_roles(joint, parts.backward, "tangent")
-    ends = (spec for spec, result in zip(joint.outputs, joint.results, strict=True) if result is not None)
+    ends = (spec for spec, result in joint.returned if result is not None)
     ending = {read for read, role in late if role == "ending"}
     at_hand = {read for read, role in (*early, *late) if role == "at hand"}
     at_end = {("output", place) for place, spec in enumerate(ends) if spec.kind == "grad"}
@@ -118,12 +118,12 @@ def hidden_reads(joint: JointGraph) -> HiddenReads:
 
 
 def _with_roles(
-    joint: JointGraph, ops: Sequence[fx.Node], given: str
+    joint: JointGraph, ops: Sequence[fx.Node], given: InputKind
 ) -> list[tuple[tuple[str, int], TransferRole]]:
     """Reads of the ops of a phase. given: the kind of input that the caller gives it; reads of those before any
     product are left out."""
     roles = PhaseRoles(ops)
-    callers = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == given}
+    callers = set(joint.given_as(given))
     found: list[tuple[tuple[str, int], TransferRole]] = []
     for node in ops:
         first = all(map(roles.given, node.all_input_nodes))

@@ -1,6 +1,6 @@
 """Search until the best plan is proven, or nothing is left to try.
 
-The objective does not place every collective: it says of parts of a phase what may hide (`phase_paths`). The timeline
+The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline
 of the program that would run is the judge. After the plan that the objective likes best, looks for faster ones follow
 one another:
 
@@ -28,10 +28,10 @@ from cost_model.deadline import Deadline
 from passes.layout.layout import Assignment
 from passes.search.bucket_starts import BucketStarts, StartsUnder
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, Judging, lighter, seconds_left
-from passes.search.phase_paths import PhaseOverlap
 from passes.search.rival_choices import RivalChoices, past_transfers, turns
 from passes.search.search_space import ALIKE, SearchSpace
 from passes.search.search_terms import COLD, SearchStart
+from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
@@ -119,6 +119,7 @@ def _bound(known: float, seconds: float) -> float:
     return min(max(known, 0.0), seconds)
 
 
+@dataclass(eq=False)
 class _Search:
     """One budget, one best so far, one bound. Looks for faster plans follow one another, those that cost little and
     find most first, until the best plan is proven to be within `gap` of any, or time is over.
@@ -126,23 +127,22 @@ class _Search:
     solution: the last by the objective, and overlaps: under which it is one. counted: under overlaps, what no choice is
     counted below. proven: with starts of buckets, at the end."""
 
-    def __init__(
-        self,
-        space: SearchSpace,
-        judge: Judge,
-        deadline: Deadline,
-        start: SearchStart,
-        hear: Callable[[Agreed], object],
-        starts: StartsUnder,
-    ) -> None:
-        self.space, self.start, self.gap, self.hear = space, start, start.gap or 0.0, hear
-        self.starts, self.proven = starts, 0.0
-        self.judging = Judging(space, judge, deadline, lambda judged: hear(self._agreed(judged)))
+    space: SearchSpace
+    judge: Judge
+    deadline: Deadline
+    start: SearchStart
+    hear: Callable[[Agreed], object]
+    starts: StartsUnder
+    proven: float = 0.0
+
+    def __post_init__(self) -> None:
+        space, hear, self.gap = self.space, self.hear, self.start.gap or 0.0
+        self.judging = Judging(space, self.judge, self.deadline, lambda judged: hear(self._agreed(judged)))
         self.rivals = RivalChoices(space, self.judging.left)
         self.reads = sum(not edge.link for edge in space.edges)
         self.small = self.reads <= AGAIN_EDGES
         self.counted: dict[tuple[PhaseOverlap, ...], float] = {}
-        self.watched = deadline.watch is not None and not deadline.of_part
+        self.watched = self.deadline.watch is not None and not self.deadline.of_part
 
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps

@@ -19,9 +19,8 @@ from cost_model.collectives import MERGED, copies_seconds
 from passes.ir.joint import JointGraph, node_value
 from passes.redistribution.redistribute import Redistributor
 from passes.search.overlapped import solve_overlapped
-from passes.search.phase_paths import PhaseOverlap
 from passes.search.search_space import CostKinds, Edge, SearchSpace, distinct
-from passes.search.step_kinds import ended_phase, ended_seconds
+from passes.search.step_kinds import PhaseOverlap, ended_phase, ended_seconds
 from passes.solver.problem import Array, Infeasible, Problem, Solution
 from passes.solver.solve import ROUNDING
 from passes.strategies.prices import Prices

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -28,10 +28,8 @@ from passes.ir.joint import JointGraph, result_index, result_shapes, tensor_oper
 from passes.layout.joined_axes import Unit, joined_text, keeps_together
 from passes.layout.layout import Layout
 from passes.rules.core.rule import OpRule
-from passes.search.find import Found, JudgeUnder, find_assignment
-from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
+from passes.search.find import Found, Sought, find_assignment
 from passes.strategies.cuts import ops_of
-from passes.strategies.prices import Prices
 from passes.strategies.strategies import contiguous_factors, offered_ways
 
 WHOLE_AXES = 3
@@ -40,85 +38,60 @@ WHOLE_AXES = 3
 Units = tuple[Unit, ...]
 
 
-def find_fastest(
-    joint: JointGraph,
-    prices: Prices,
-    boundary: Boundary,
-    *,
-    memory_limit: int | None,
-    reserve: int,
-    deadline: Deadline,
-    narrowing: Narrowing | None = None,
-    judge: JudgeUnder | None = None,
-    start: SearchStart = COLD,
-    hear: Callable[[Found], object] = lambda _: None,
-) -> Found:
+def find_fastest(sought: Sought, deadline: Deadline) -> Found:
     """`find_assignment` with every axis on its own; with axes together where those are too many, or time is too short.
 
     Raises InfeasibleError, and OutOfTime where no plan was found.
     """
-    search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge, start, hear)
-    if start.together:
+    search = _Search(sought)
+    if sought.start.together:
         return search.found(search.coarsest, deadline)
     if search.whole_first:
         try:
             return search.found((), deadline)
         except OutOfTime:
-            if len(search.coarsest) == len(prices.mesh.real_axes()):
+            if len(search.coarsest) == len(search.mesh.real_axes()):
                 raise
     return search.refined(deadline)
 
 
 @dataclass(frozen=True)
 class _Search:
-    joint: JointGraph
-    prices: Prices
-    boundary: Boundary
-    memory_limit: int | None
-    reserve: int
-    narrowing: Narrowing | None
-    judge: JudgeUnder | None
-    start: SearchStart
-    hear: Callable[[Found], object]
+    sought: Sought
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.sought.prices.mesh
 
     @cached_property
     def size(self) -> SpaceSize:
-        return SpaceSize.of(self.joint, self.prices.mesh, self.boundary.has_parts(self.joint))
+        return SpaceSize.of(self.sought.joint, self.mesh, self.sought.boundary.has_parts(self.sought.joint))
 
     @cached_property
     def coarsest(self) -> Units:
         """The mesh's axes, together wherever the ends of the graph use them together."""
-        ends = itertools.chain(*self.boundary.inputs.values(), *self.boundary.outputs.values())
-        return _together(self.prices.mesh, tuple(dict.fromkeys(ends)))
+        boundary = self.sought.boundary
+        ends = itertools.chain(*boundary.inputs.values(), *boundary.outputs.values())
+        return _together(self.mesh, tuple(dict.fromkeys(ends)))
 
     @property
     def whole_first(self) -> bool:
-        axes = len(self.prices.mesh.real_axes())
+        axes = len(self.mesh.real_axes())
         # Entries of cost matrices (`SpaceSize`): of the largest space that is searched whole on a mesh of
         # more axes, and of the largest that axes are parted into.
         return axes <= WHOLE_AXES or self.size.entries(axes) <= 10_000_000
 
     def found(self, units: Units, deadline: Deadline) -> Found:
         joined = tuple(unit for unit in units if len(unit) > 1)
-        return find_assignment(
-            self.joint,
-            self.prices.joining(joined),
-            self.boundary,
-            memory_limit=self.memory_limit,
-            reserve=self.reserve,
-            deadline=deadline,
-            narrowing=self.narrowing,
-            judge=self.judge,
-            start=self.start,
-            hear=self.hear,
-        )
+        prices = self.sought.prices.joining(joined)
+        return find_assignment(replace(self.sought, prices=prices), deadline)
 
     def refined(self, deadline: Deadline) -> Found:
         """Part axes while that is possible, small enough and in time; the fastest of all plans on the way."""
         units = self.coarsest
         # Entries beyond which nothing is tried: matrices of 2.4 GB.
         if len(units) > WHOLE_AXES and self.size.entries(len(units)) > 300_000_000:
-            raise _too_many(self.prices.mesh, len(units))
+            raise _too_many(self.mesh, len(units))
         trials = _Trials(self, deadline)
         trials.add([units])
         while not trials.late and (parted := self._parted(trials.level[0][-1])):

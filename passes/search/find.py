@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
 
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.memory import floor_bytes, format_bytes
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import GraphInput, JointGraph, node_value
+from passes.ir.joint import GraphInput, JointGraph, node_value, repeats, result_index, tensor_operands
+from passes.ir.op_traits import read_repeats
 from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Assignment
-from passes.predict.least_memory import least_nbytes
+from passes.layout.layout import Assignment, Layout, NodeLayouts
+from passes.predict.workspaces import least_nbytes
 from passes.search.agree import Agreed, agreed
 from passes.search.bucket_starts import bucket_starts
 from passes.search.judged_choice import Judgement
-from passes.search.offered import build_limited
-from passes.search.phase_paths import PhaseOverlap
+from passes.search.offered import LimitedBuilder
 from passes.search.search_space import SearchSpace
-from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart
-from passes.search.step_kinds import StepKinds
-from passes.search.strategy_space import build_space
+from passes.search.search_terms import ALL, COLD, Boundary, Narrowing, SearchStart
+from passes.search.step_kinds import PhaseOverlap, StepKinds
+from passes.search.strategy_space import SpaceBuilder
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
 
@@ -38,7 +41,7 @@ class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
     fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
-    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.phase_paths`).
+    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`).
     rivals: what else the search found and judged, the fastest first."""
 
     assignment: Assignment
@@ -55,47 +58,45 @@ class Found:
     most_gain: float | None = None
 
 
-def find_assignment(
-    joint: JointGraph,
-    prices: Prices,
-    boundary: Boundary,
-    *,
-    memory_limit: int | None = None,
-    reserve: int = 0,
-    deadline: Deadline = NEVER,
-    narrowing: Narrowing | None = None,
-    judge: JudgeUnder | None = None,
-    start: SearchStart = COLD,
-    hear: Callable[[Found], object] = lambda _: None,
-) -> Found:
+@dataclass(frozen=True)
+class Sought:
+    """reserve: bytes of the limit that no tensor can have (`cost_model.memory`); not part of the peak.
+    narrowing: as `SpaceBuilder` takes it; nothing is proven of what it leaves out.
+    judge: what an assignment takes on the timeline (`passes.search.agree`); None: the objective alone decides.
+    hear: told of every plan that is judged, and of the best when more is proven of it.
+    """
+
+    joint: JointGraph
+    prices: Prices
+    boundary: Boundary
+    memory_limit: int | None = None
+    reserve: int = 0
+    narrowing: Narrowing = ALL
+    judge: JudgeUnder | None = None
+    start: SearchStart = COLD
+    hear: Callable[[Found], object] = lambda _: None
+
+
+def find_assignment(sought: Sought, deadline: Deadline = NEVER) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
 
     Only of those that use the axes `prices.joined` together.
 
-    reserve: bytes of the limit that no tensor can have (`cost_model.memory`); not part of the peak.
-    narrowing: as `build_space` takes it; nothing is proven of what it leaves out.
-    judge: what an assignment takes on the timeline (`passes.search.agree`); None: the objective alone decides.
-    hear: told of every plan that is judged, and of the best when more is proven of it.
-
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit, and OutOfTime where there is no time left for a search.
     """
-    room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
-    listing = deadline.share(_LISTING_SHARE)
-    if room is None:
-        space = build_space(joint, prices, boundary, narrowing=narrowing, deadline=listing)
-    else:
-        space = build_limited(
-            joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing
-        )
+    joint, prices, limit, judge = sought.joint, sought.prices, sought.memory_limit, sought.judge
+    room = None if limit is None else _room(limit, sought.reserve, prices.mesh)
+    given = joint, prices, sought.boundary, sought.narrowing, deadline.share(_LISTING_SHARE)
+    space = (SpaceBuilder if room is None else LimitedBuilder)(*given).built(room)
     deadline.check()
-    told = lambda one: hear(_found(one, space, joint, prices))
+    told = lambda one: sought.hear(_found(one, space, joint, prices))
     try:
         own = None if judge is None else lambda assignment: judge(assignment, prices)
         starts = lambda overlaps, least: bucket_starts(space, joint, prices, overlaps, least)
-        found = agreed(space, prices.overlap_efficiency, own, deadline, start, told, starts)
+        found = agreed(space, prices.overlap_efficiency, own, deadline, sought.start, told, starts)
     except Infeasible as reason:
-        raise explained(reason, joint, space, prices, (memory_limit or 0, reserve)) from None
+        raise explained(reason, joint, space, prices, (limit or 0, sought.reserve)) from None
     return _found(found, space, joint, prices)
 
 
@@ -159,7 +160,7 @@ def _memory_error(
     usages = space.problem.usages
     counted = {i: int(usages[i].min()) for i in reason.nodes}
     largest = sorted(counted, key=lambda i: (-counted[i], i))[:8]
-    kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
+    kinds = {node.name: spec for node, spec in joint.given}
     lines = [f"    {_readable(space.names[i], kinds)}: {format_bytes(counted[i])}" for i in largest]
     least = least_nbytes(joint, dict(zip(space.names, space.strategies, strict=True)), prices)
     fits = f"fits memory_limit={format_bytes(whole)} per device on {prices.mesh}"
@@ -178,8 +179,8 @@ def _memory_error(
 
 def _or_keep(joint: JointGraph, bound: float) -> str:
     """What to try as well, where outputs are much of the peak: by default every rank gets them whole."""
-    ends = zip(joint.outputs, joint.results, strict=True)
-    values = [node_value(node) for end, node in ends if end.kind == "output" and node is not None]
+    ends = [node for end, node in joint.returned if end.kind == "output"]
+    values = [node_value(node) for node in ends if node is not None]
     nbytes = sum(math.prod(value.shape) * value.element_size() for value in values)
     return f', or out_placements="keep" for {format_bytes(nbytes)} of outputs' if 10 * nbytes > bound else ""
 
@@ -195,3 +196,85 @@ def _readable(name: str, kinds: Mapping[str, GraphInput]) -> str:
     if spec is None:
         return name
     return f"{spec.name} (with gradient and optimizer state)" if spec.kind == "param" else spec.name
+
+
+MOST = 6
+"""That are told of an op."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """seconds: of the op itself; moved: of the transfers in front of it and behind it, where its neighbours stay as
+    they are. more: of both, beyond what the plan's own layouts take."""
+
+    layouts: NodeLayouts
+    seconds: float
+    moved: float
+    more: float
+
+
+def alternatives(
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    boundary: Boundary,
+    names: Iterable[str],
+    deadline: Deadline = NEVER,
+) -> dict[str, list[Alternative]]:
+    """By name the cheapest others of each op, those that would take least first. OutOfTime."""
+    builder = SpaceBuilder(joint, prices, boundary, deadline=deadline)
+    builder.add_nodes()
+    wanted, finder = set(names), _Finder(builder, assignment)
+    nodes = [node for node in builder.index if node.name in wanted and node.op == "call_function"]
+    return {node.name: finder.of(node) for node in nodes}
+
+
+@dataclass
+class _Finder:
+    builder: SpaceBuilder
+    assignment: Assignment
+    readers: dict[fx.Node, list[tuple[fx.Node, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Readers by what they read: a result of several is read through its `getitem`."""
+        for reader in (*self.builder.index, self.builder.joint.output_node):
+            for position, operand in enumerate(tensor_operands(reader)):
+                self.readers.setdefault(result_index(operand)[0], []).append((reader, position))
+
+    def of(self, node: fx.Node) -> list[Alternative]:
+        own = self.assignment[node.name]
+        option = self.builder.options[self.builder.index[node]]
+        strategies = [own, *(one for one in option.strategies if one != own)]
+        alone = dict(zip(map(id, option.strategies), option.seconds, strict=True))
+        mine = repeats(node) * self.builder.prices.op_seconds(node, own)
+        seconds = [mine, *(float(alone[id(one)]) for one in strategies[1:])]
+        moved = self._moved(node, strategies)
+        every = [
+            Alternative(layouts, s, float(m), (s - seconds[0]) + float(m - moved[0]))
+            for layouts, s, m in zip(strategies, seconds, moved, strict=True)
+        ]
+        others = sorted((one for one in every[1:] if np.isfinite(one.moved)), key=lambda one: one.more)
+        return [every[0], *others[: MOST - 1]]
+
+    def _moved(self, node: fx.Node, strategies: Sequence[NodeLayouts]) -> np.ndarray:
+        found = np.zeros(len(strategies))
+        for i, operand in enumerate(tensor_operands(node)):
+            source, result = result_index(operand)
+            held = self.assignment[source.name].results[result]
+            ways = self._seconds(operand, node, i, [held], [one.operands[i] for one in strategies])
+            found += ways[0]
+        for reader, i in self.readers.get(node, ()):
+            operand = tensor_operands(reader)[i]
+            wanted = self.assignment[reader.name].operands[i]
+            held = [one.results[result_index(operand)[1]] for one in strategies]
+            found += self._seconds(operand, reader, i, held, [wanted])[:, 0]
+        return found
+
+    def _seconds(
+        self, operand: fx.Node, reader: fx.Node, i: int, held: list[Layout], wanted: list[Layout]
+    ) -> np.ndarray:
+        merges = (reader.name, i) in self.builder.reads.ending
+        times = read_repeats(reader, operand)
+        return times * np.add.reduce(
+            self.builder.priced(held, wanted, node_value(operand), merges, frozenset())
+        )

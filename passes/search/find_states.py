@@ -16,14 +16,13 @@ from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.rank_program import without_usually_missing
 from passes.search.agree import first_overlaps
 from passes.search.bucket_starts import started, started_alone, unpaid_starts
-from passes.search.corrected_rows import Held, corrected, held_besides, kinds_with_parts, with_parts
 from passes.search.find import explained
 from passes.search.judged_choice import overlaps_of
 from passes.search.offered import ABSENT, build_offered
-from passes.search.phase_paths import CLOSE, PhaseOverlap
 from passes.search.search_space import SearchSpace
-from passes.search.search_terms import Boundary, Narrowing, same_layouts
-from passes.search.state_columns import Columns
+from passes.search.search_terms import ALL, Boundary, Narrowing, same_layouts
+from passes.search.state_columns import Columns, Held, corrected, held_besides, kinds_with_parts, with_parts
+from passes.search.step_kinds import CLOSE, PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
 from passes.states.offers import EITHER, Offers, Place, offered, places, without_either
@@ -76,7 +75,7 @@ class OfferedStates:
 
     prices: Prices
     boundary: Boundary
-    narrowing: Narrowing | None
+    narrowing: Narrowing
     levels: Iterator[Offers]
     overlaps: Sequence[PhaseOverlap]
     starts: Sequence[float] = ()
@@ -90,7 +89,7 @@ class OfferedStates:
         prices: Prices,
         boundary: Boundary,
         *,
-        narrowing: Narrowing | None = None,
+        narrowing: Narrowing = ALL,
         pinned: Collection[str] | None = None,
         overlaps: Sequence[PhaseOverlap] | None = None,
     ) -> Self:
@@ -152,9 +151,7 @@ class OfferedStates:
     def _offered(self, deadline: Deadline) -> Iterator[_Level]:
         yield from self._built
         for offers in self.levels:
-            space = build_offered(
-                offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
-            )
+            space = build_offered(offers, self.prices, self.boundary, self.narrowing, deadline)
             level = _Level.of(offers, space, self.prices, self.overlaps)
             if self._built:
                 level.correct(self._built[0].overlaps, self.starts, self.besides)

@@ -10,8 +10,8 @@ import numpy as np
 
 from cost_model.deadline import Deadline
 from passes.layout.layout import Assignment
-from passes.search.phase_paths import PhaseOverlap, corrected, phase_seconds
 from passes.search.search_space import SearchSpace
+from passes.search.step_kinds import PhaseOverlap, corrected, phase_seconds
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import ROUNDING
 

@@ -33,28 +33,17 @@ from passes.predict.workspaces import Workspaces, workspaces_on
 from passes.rules.core.rule_registry import rule_for
 from passes.search.residency import InPlace, OneOf, may_be_another
 from passes.search.search_space import Edge, SearchSpace
-from passes.search.search_terms import Boundary, Narrowing
+from passes.search.search_terms import ALL, Boundary, Narrowing
 from passes.search.strategy_space import Option, SpaceBuilder
 from passes.states.offers import Offers
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import OpTraffic
 
 
-def build_limited(
-    joint: JointGraph,
-    prices: Prices,
-    boundary: Boundary,
-    *,
-    memory_limit: int,
-    narrowing: Narrowing | None = None,
-    deadline: Deadline = NEVER,
-) -> SearchSpace:
-    """`build_space` within `memory_limit` bytes."""
-    return LimitedBuilder.of(joint, prices, boundary, narrowing, deadline).built(memory_limit)
-
-
 @dataclass
 class LimitedBuilder(SpaceBuilder):
+    """Of a plan within a limit."""
+
     made: dict[Hashable, tuple[Option, Option]] = field(default_factory=dict)
 
     def add(self, node: fx.Node | None, name: str, option: Option) -> int:
@@ -187,17 +176,11 @@ ABSENT = NodeLayouts((), ())
 
 
 def build_offered(
-    offers: Offers,
-    prices: Prices,
-    boundary: Boundary,
-    *,
-    narrowing: Narrowing | None = None,
-    deadline: Deadline = NEVER,
+    offers: Offers, prices: Prices, boundary: Boundary, narrowing: Narrowing = ALL, deadline: Deadline = NEVER
 ) -> SearchSpace:
-    """`build_space` of the graph of `offers`, within no limit yet. Its assignments hold `ABSENT`."""
-    builder = _OfferBuilder.of(offers.joint, prices, boundary, narrowing, deadline)
-    builder.optional = offers.optional
-    return with_workspaces(builder.built(None), offers.joint, prices)
+    """The space of the graph of `offers`, within no limit yet. Its assignments hold `ABSENT`."""
+    builder = _OfferBuilder(offers.joint, prices, boundary, narrowing, deadline, optional=offers.optional)
+    return with_workspaces(builder.built(), offers.joint, prices)
 
 
 @dataclass

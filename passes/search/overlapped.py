@@ -1,7 +1,7 @@
 """Search where communication may hide behind computation: the exposed time of a phase is in the objective.
 
 With t the seconds of a choice by kind, the step takes the sum of t and, per phase p, what its longest path holds less
-than all of it (`passes.search.phase_paths`):
+than all of it (`passes.search.step_kinds`):
 
     T(x) = 1 . t + sum_p max_f (A_p t)_f  =  max over shares m_p of paths of  (1 + sum_p m_p A_p) . t
 
@@ -21,10 +21,9 @@ import numpy as np
 
 from passes.search.planes import Plane, Point, charged, highest_point
 from passes.search.search_space import CostKinds, recombined
-from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
 from passes.solver.problem import Problem, Solution, Tables
-from passes.solver.solve import ROUNDING, mixed, restricted, solve
+from passes.solver.solve import ROUNDING, mixed, no_room, restricted, solve
 
 INNER_GAP, GAP_SHARE = 1e-4, 0.1
 """Relative gap of all solutions but the first, and what share of the gap between cost and bound it may be: planes need

@@ -71,9 +71,7 @@ class Residency:
         first = next((step for node, step in order.items() if _in_piece(node)), 0)
         trained, absent = joint.trained, missing_tangents(joint)
         last = _last_reads(joint, order, traffic)
-        tangents = {
-            n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"
-        }
+        tangents = set(joint.given_as("tangent"))
         backward = _forward_ends(order) + 1
         held_by = _HeldBytes(prices.mesh)
         intervals: list[tuple[int, int]] = []
@@ -141,7 +139,7 @@ def _last_reads(joint: JointGraph, order: dict[fx.Node, int], traffic: TrafficMo
                 outlives = _in_piece(node) and not _in_piece(operand)
                 read(operand, pieces if outlives else step, late)
     placeholders, ends = joint.placeholders, _forward_ends(order)
-    for spec, result in zip(joint.outputs, joint.results, strict=True):
+    for spec, result in joint.returned:
         if result is None:
             continue
         if spec.kind != "grad":

@@ -29,8 +29,8 @@ from passes.layout.layout import Layout
 from passes.search.bucket_starts import started_alone, unpaid_starts
 from passes.search.judged_choice import Choice, JudgedChoice, counted_seconds
 from passes.search.overlapped import solve_overlapped
-from passes.search.phase_paths import PhaseOverlap
 from passes.search.search_space import CostKinds, SearchSpace, changes_by_kind, components, overlapped_seconds
+from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Array, Infeasible, Problem, Solution
 from passes.solver.solve import restricted, solve
 

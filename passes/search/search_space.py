@@ -16,8 +16,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from passes.layout.layout import Layout, NodeLayouts
-from passes.search.phase_paths import PhaseOverlap, phase_paths
-from passes.search.step_kinds import EXPOSED, KINDS, StepKinds, on_link
+from passes.search.step_kinds import EXPOSED, KINDS, PhaseOverlap, StepKinds, on_link, phase_paths
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import ROUNDING
 
@@ -114,7 +113,7 @@ def distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
 def overlapped_seconds(totals: Array, paths: Sequence[Array]) -> float:
     """Of a step with these seconds by kind: all of them, less what hides by each group of paths.
 
-    paths: groups of float64[paths, kinds], see `passes.search.phase_paths`.
+    paths: groups of float64[paths, kinds], see `passes.search.step_kinds`.
     """
     return float(totals.sum()) + sum(float((rows @ totals).max()) for rows in paths)
 

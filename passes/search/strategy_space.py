@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 import torch
@@ -16,11 +15,19 @@ from passes.ir.joint import JointGraph, node_value, repeats, result_index, resul
 from passes.ir.op_traits import read_repeats
 from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
-from passes.schedule.transfer_roles import HiddenReads, hidden_reads
+from passes.schedule.transfer_roles import hidden_reads
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace, distinct
-from passes.search.search_terms import Boundary, Narrowing, stays
-from passes.search.space_dims import free_axis_order, is_storable, out_of_space, tensor_rule
+from passes.search.search_terms import (
+    ALL,
+    Boundary,
+    Narrowing,
+    free_axis_order,
+    is_storable,
+    out_of_space,
+    stays,
+    tensor_rule,
+)
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
@@ -29,26 +36,6 @@ from passes.strategies.kernel_keys import class_key
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.strategies import enumerate_strategies, offered_ways
 from passes.strategies.traffic import OpTraffic
-
-
-def build_space(
-    joint: JointGraph,
-    prices: Prices,
-    boundary: Boundary,
-    *,
-    memory_limit: int | None = None,
-    narrowing: Narrowing | None = None,
-    deadline: Deadline = NEVER,
-) -> SearchSpace:
-    """The labelling problem of `joint` on `prices.mesh`, with the axes `prices.joined` used together.
-
-    One search node per placeholder, op and untied output; one edge per operand, priced by the
-    redistribution from the producer's layout to the one the consumer reads.
-
-    narrowing: nodes that do not have all of their strategies. Raises OutOfTime: layouts of a mesh of many axes, and the
-    ways between them, are many.
-    """
-    return SpaceBuilder.of(joint, prices, boundary, narrowing, deadline).built(memory_limit)
 
 
 @dataclass(frozen=True)
@@ -61,13 +48,20 @@ class Option:
 
 @dataclass
 class SpaceBuilder:
+    """The labelling problem of `joint` on `prices.mesh`, with the axes `prices.joined` used together.
+
+    One search node per placeholder, op and untied output; one edge per operand, priced by the
+    redistribution from the producer's layout to the one the consumer reads.
+
+    narrowing: nodes that do not have all of their strategies. Raises OutOfTime: layouts of a mesh of many axes, and the
+    ways between them, are many.
+    """
+
     joint: JointGraph
     prices: Prices
     boundary: Boundary
-    trained: set[fx.Node]
-    reads: HiddenReads
-    narrowing: Narrowing
-    deadline: Deadline
+    narrowing: Narrowing = ALL
+    deadline: Deadline = NEVER
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -80,17 +74,8 @@ class SpaceBuilder:
     matrices: dict[Hashable, list[np.ndarray]] = field(default_factory=dict)
     kept: dict[Hashable, tuple[Sequence[NodeLayouts], tuple[NodeLayouts, ...]]] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        joint: JointGraph,
-        prices: Prices,
-        boundary: Boundary,
-        allowed: Narrowing | None,
-        deadline: Deadline,
-    ) -> Self:
-        reads, narrowing = hidden_reads(joint), allowed or Narrowing()
-        return cls(joint, prices, boundary, joint.trained, reads, narrowing, deadline)
+    def __post_init__(self) -> None:
+        self.reads, self.trained = hidden_reads(self.joint), self.joint.trained
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
@@ -119,7 +104,7 @@ class SpaceBuilder:
                 read = read_repeats(self.joint.output_node, result)
                 self._connect(result, slot, None, ("output", next(ends)), read)
 
-    def built(self, memory_limit: int | None) -> SearchSpace:
+    def built(self, memory_limit: int | None = None) -> SearchSpace:
         self.add_nodes()
         self.add_edges()
         strategies = tuple(option.strategies for option in self.options)
@@ -169,22 +154,21 @@ class SpaceBuilder:
         return Option(self.kept[key][1], option.seconds[list(places)])
 
     def _placeholder(self, node: fx.Node, position: int) -> Option:
-        spec = self.joint.inputs[position]
-        shape = tuple(node_value(node).shape)
-        allowed = self.boundary.inputs.get(position)
-        is_parameter = spec.kind == "param"
-        if allowed is not None:
-            strategies = tuple(NodeLayouts((), (layout,)) for layout in allowed)
-            seconds = np.zeros(len(strategies))
-        else:
-            option = self._any_layout(shape, any_order=is_parameter)
-            strategies, seconds = option.strategies, option.seconds
-        if node in self.trained:
-            seconds = seconds + self._update_seconds(node, strategies)
-        return Option(strategies, seconds)
+        shape, is_parameter = tuple(node_value(node).shape), self.joint.inputs[position].kind == "param"
+        option = self._end(self.boundary.inputs.get(position), shape, is_parameter)
+        if node not in self.trained:
+            return option
+        mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
+        update = [seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in option.strategies]
+        return Option(option.strategies, option.seconds + np.array(update))
 
-    def _any_layout(self, shape: tuple[int, ...], any_order: bool = False) -> Option:
-        return self._classed(("placeholder", shape, any_order), lambda: self._free(shape, any_order))
+    def _end(
+        self, layouts: Sequence[Layout] | None, shape: tuple[int, ...], any_order: bool = False
+    ) -> Option:
+        """Of a tensor that may have these layouts; None: any."""
+        if layouts is None:
+            return self._classed(("placeholder", shape, any_order), lambda: self._free(shape, any_order))
+        return Option(tuple(NodeLayouts((), (layout,)) for layout in layouts), np.zeros(len(layouts)))
 
     def _free(self, shape: tuple[int, ...], any_order: bool) -> Option:
         """Every split of a tensor in torch's own sizes: what a DTensor can hold."""
@@ -192,10 +176,6 @@ class SpaceBuilder:
         ways = enumerate_strategies(rule, (), (shape,), mesh, any_order=any_order, joined=joined)
         results = [found.results for found in ways if is_storable(found.results[0], shape, mesh)]
         return Option(tuple(NodeLayouts((), own) for own in results), np.zeros(len(results)))
-
-    def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
-        mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
-        return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
 
     def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> Option:
         """kept: factors not to be split, though the op's rule would allow it."""
@@ -239,11 +219,8 @@ class SpaceBuilder:
         tied = self.boundary.tied.get(position)
         if tied is not None:
             return self.index[self.joint.placeholders[tied]]
-        layouts = self.boundary.outputs.get(position)
-        if layouts is None:
-            return self.add(None, f"output {position}", self._any_layout(tuple(node_value(result).shape)))
-        strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
-        return self.add(None, f"output {position}", Option(strategies, np.zeros(len(strategies))))
+        option = self._end(self.boundary.outputs.get(position), tuple(node_value(result).shape))
+        return self.add(None, f"output {position}", option)
 
     def _connect(
         self, source: fx.Node, consumer: int, operand: int | None, read: tuple[str, int], times: int = 1

@@ -74,17 +74,17 @@ def stage_seconds(
     return tuple(float(line.costs_to(i + 1)[i]) for i in range(len(cut) + 1))
 
 
+@dataclass
 class _Line:
     """Positions 0, those of the places, and the end; a stage is a pair of them."""
 
-    def __init__(
-        self,
-        costs: CutCosts,
-        places: Sequence[CutPlace],
-        transfer_seconds: TransferSeconds,
-        fits: Fits | None,
-    ) -> None:
-        self.costs, self.transfer_seconds, self._fits = costs, transfer_seconds, fits
+    costs: CutCosts
+    places: Sequence[CutPlace]
+    transfer_seconds: TransferSeconds
+    _fits: Fits | None
+
+    def __post_init__(self) -> None:
+        costs, places, transfer_seconds = self.costs, self.places, self.transfer_seconds
         self.positions = [0, *(place.position for place in places), len(costs.parts.forward)]
         self.ops = [place.op for place in places]
         self._computed = np.array([costs.seconds[position] for position in self.positions])

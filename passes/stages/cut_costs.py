@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import fx
 
 from passes.ir.joint import JointGraph, results_nbytes
@@ -31,7 +32,7 @@ from passes.stages.stage_places import (
     backward_places,
     forward_places,
     gradient_sums,
-    output_places,
+    tangent_places,
 )
 
 
@@ -151,25 +152,18 @@ def _homes(parts: GraphParts, forward: ForwardPlaces, sums: Mapping[int, Gradien
 
 
 def _places(parts: GraphParts, forward: ForwardPlaces, closed: set[int]) -> tuple[CutPlace, ...]:
-    count = len(parts.forward)
-    passing: list[list[int]] = [[0, 0, 0] for _ in range(count + 1)]
+    changes = np.zeros((len(parts.forward) + 1, 3), dtype=np.int64)
     for node, last in forward.reach.items():
         nbytes = results_nbytes(node)
-        change = (1, nbytes, nbytes if node in parts.differentiable else 0)
-        _add(passing[forward.of[node] + 1], change, 1)
-        _add(passing[last + 1], change, -1)
-    found: list[CutPlace] = []
-    now = [0, 0, 0]
-    for position, node in enumerate(parts.forward):
-        _add(now, passing[position], 1)
-        if position and position not in closed and not is_glued(node):
-            found.append(CutPlace(position, node.name, *now))
-    return tuple(found)
-
-
-def _add(to: list[int], change: Sequence[int], sign: int) -> None:
-    for i, value in enumerate(change):
-        to[i] += sign * value
+        change = 1, nbytes, nbytes * (node in parts.differentiable)
+        changes[forward.of[node] + 1] += change
+        changes[last + 1] -= change
+    passing = changes.cumsum(axis=0).tolist()
+    return tuple(
+        CutPlace(position, node.name, *passing[position])
+        for position, node in enumerate(parts.forward)
+        if position and position not in closed and not is_glued(node)
+    )
 
 
 def _closed(parts: GraphParts, forward: ForwardPlaces) -> set[int]:
@@ -191,9 +185,7 @@ def _closed_to_gradients(
     """Positions between what the backward makes once for all pieces of a batch and its readers, but for sums of a
     parameter's gradient, whose parts stay where they are made."""
     found: set[int] = set()
-    ends = output_places(parts, forward)
-    tangents = {node: ends[spec.index] for node, spec in parts.specs.items() if spec.kind == "tangent"}
-    made = {**tangents, **homes}
+    made = {**tangent_places(parts, forward), **homes}
     summed = {node for found in sums.values() for node in found.ops}
     for reader in parts.backward:
         for node in () if reader in summed else operands(reader):

@@ -78,7 +78,7 @@ class GraphParts:
 
     @cached_property
     def specs(self) -> dict[fx.Node, GraphInput]:
-        return dict(zip(self.joint.placeholders, self.joint.inputs, strict=True))
+        return dict(self.joint.given)
 
     @cached_property
     def in_forward(self) -> frozenset[fx.Node]:
@@ -93,7 +93,7 @@ class GraphParts:
         """Placeholders that not every stage may have: parameters, buffers that change, inputs that get a gradient."""
         given = self.joint.outputs
         trained = {self.joint.placeholders[spec.index] for spec in given if spec.kind == "grad"}
-        params = {node for node, spec in self.specs.items() if spec.kind == "param"}
+        params = set(self.joint.given_as("param"))
         return frozenset(params | trained | set(self.changed))
 
     @cached_property
@@ -172,9 +172,8 @@ def graph_parts(joint: JointGraph) -> GraphParts:
 
 def _everywhere(joint: JointGraph, changed: set[fx.Node]) -> set[fx.Node]:
     kept = {joint.placeholders[spec.index] for spec in joint.outputs if spec.kind == "grad"} | changed
-    given = dict(zip(joint.placeholders, joint.inputs, strict=True))
-    free = {n for n, spec in given.items() if spec.kind not in ("param", "tangent") and n not in kept}
-    params = {n for n, spec in given.items() if spec.kind == "param"}
+    free = set(joint.given_as("input", "buffer", "constant", "seed")) - kept
+    params = set(joint.given_as("param"))
     found: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node.op != "call_function" or is_use(node):

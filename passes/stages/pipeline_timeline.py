@@ -99,7 +99,7 @@ def pipeline_timeline(
     """
     nothing = (0.0,) * len(order.ranks)
     early, late = tuple(before or nothing), tuple(after or nothing)
-    run = _Run(order, stages, {"sent": sent, "returned": returned}, early)
+    run = _Run(order, stages, {"sent": sent, "returned": returned}, list(early))
     waiting = [list(reversed(row)) for row in order.ranks]
     while any(waiting):
         ready = [rank for rank, row in enumerate(waiting) if row and run.arrival(row[-1]) is not None]
@@ -111,19 +111,19 @@ def pipeline_timeline(
     return PipelineTimeline(order, tuple(events), tuple(transfers), early, late)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        order: PipelineOrder,
-        stages: Sequence[StageSeconds],
-        seconds: dict[Literal["sent", "returned"], Sequence[float]],
-        ready: Sequence[float],
-    ) -> None:
-        self._order, self._stages, self._seconds = order, stages, seconds
-        self._free = list(ready)
+    """_free: when each rank is."""
+
+    _order: PipelineOrder
+    _stages: Sequence[StageSeconds]
+    _seconds: dict[Literal["sent", "returned"], Sequence[float]]
+    _free: list[float]
+
+    def __post_init__(self) -> None:
         self._links: dict[tuple[str, int], float] = {}
         # When a stage has what it needs: (forward or not, stage, piece) -> seconds.
-        self._arrived = {(True, 0, piece): 0.0 for piece in range(order.pieces)}
+        self._arrived = {(True, 0, piece): 0.0 for piece in range(self._order.pieces)}
         self.events: list[PipelineEvent] = []
         self.transfers: list[PipelineTransfer] = []
 

@@ -1,17 +1,29 @@
-"""`StageGraph`: what one stage of a pipeline computes, and what passes between it and its neighbours."""
+"""`StageGraph`: what one stage of a pipeline computes, and what passes between it and its neighbours. `Assigned`: which
+stage runs each op, and which part of a gradient each returns."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import fx
 
-from passes.ir.joint import JointGraph, ancestors, result_index
-from passes.lower.phases import Backward, extract
+from cost_model.errors import ShardingError
+from passes.ir.graph_properties import described
+from passes.ir.joint import JointGraph
+from passes.stages.backward_stages import backward_stages, pair_gradients
+from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
+from passes.stages.stage_places import (
+    ForwardPlaces,
+    GradientSum,
+    backward_places,
+    forward_places,
+    gradient_sums,
+    output_places,
+    tangent_places,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class Crossing:
     name:     the op of the whole graph that made it. made: the stage of that op.
     gradient: whether a gradient comes back in the backward, of the same shape and dtype.
     value:    False of a gradient that is like no value sent: the forward sends nothing, the graph's output is zeros and
-              stage `target` may be given anything.
+              stage `source + 1` may be given anything.
     """
 
     name: str
@@ -34,15 +46,6 @@ class Crossing:
     dtype: torch.dtype
     gradient: bool
     value: bool = True
-
-    @property
-    def target(self) -> int:
-        return self.source + 1
-
-    @property
-    def nbytes(self) -> int:
-        """Of the value, and of the gradient."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,6 @@ class StageGraph:
             for kind in ("input", "output")
         )
         return StageGraph(0, 1, joint, tuple(inputs), tuple(outputs), (), (), {})
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Of the forward of one piece."""
-        return sum(crossing.nbytes for crossing in self.sent if crossing.value)
-
-    @property
-    def returned_nbytes(self) -> int:
-        """Of the gradients that the backward of one piece sends to the stage before."""
-        return sum(crossing.nbytes for crossing in self.received if crossing.gradient)
 
 
 Leaf = tuple[str, str]
@@ -151,44 +144,131 @@ class StageEnds:
 
 
 @dataclass(frozen=True)
-class BackwardHalves:
-    """input:  takes what the backward takes; returns the gradients `first`, and after them what the other half reads.
-    weight: takes of the backward's inputs those at `given`, and after them what `input` returned for it; returns the
-            gradients `second`.
-    first, second: positions among the backward's gradients.
+class Assigned:
+    """of:        op of forward or backward, but for sums of gradients, and tangents -> its stage.
+    outputs:   tensor output of the call -> the stage that returns it.
+    sums:      by position among the joint graph's outputs: the gradients, and what they are summed from.
+    returned:  likewise, for each part of the sum the stage that returns it: one that holds the parameter.
+    sent:      per boundary, the values that pass it in the forward.
+    gradients: per boundary, what passes it in the backward, by the value sent of which it is said to be the gradient;
+               one that is like no value, by itself.
     """
 
-    input: fx.GraphModule
-    weight: fx.GraphModule
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    given: tuple[int, ...]
+    stages: int
+    of: Mapping[fx.Node, int]
+    outputs: Mapping[int, int]
+    sums: Mapping[int, GradientSum]
+    returned: Mapping[int, Mapping[fx.Node, int]]
+    sent: tuple[tuple[fx.Node, ...], ...]
+    gradients: tuple[Mapping[fx.Node, fx.Node], ...]
+
+    def passing(self, boundary: int) -> tuple[tuple[fx.Node, ...], Mapping[fx.Node, fx.Node]]:
+        """(all that passes between stages `boundary` and `boundary + 1`, the gradients of it)."""
+        if not 0 <= boundary < self.stages - 1:
+            return (), {}
+        back = self.gradients[boundary]
+        return tuple(dict.fromkeys((*self.sent[boundary], *back))), back
+
+    def gradient_stages(self, position: int) -> tuple[int, ...]:
+        """The stages that return a part of the gradient at that position."""
+        return tuple(sorted(set(self.returned.get(position, {}).values())))
 
 
-def split_backward(backward: Backward, received: Collection[str]) -> BackwardHalves:
-    """received: names of the gradients that are sent to the stage before. No op runs in both halves.
+def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assigned:
+    """starts: position in `parts.forward` at which each stage but the first begins.
 
-    The first half of the first stage is empty. What the second half reads of the first is kept between them; results of
-    the first may be among that.
+    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage
+    to a later one.
     """
-    nodes: list[fx.Node] = list(backward.module.graph.nodes)
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    results = cast(tuple[fx.Node | None, ...], nodes[-1].args[0])
-    places = range(len(results))
-    first = tuple(i for i in places if backward.gradients[i].name in received)
-    second = tuple(i for i in places if i not in first)
-    early = ancestors(n for i in first if (n := results[i]) is not None)
-    # Of an op with several results these are kept, and not the tuple.
-    early |= {n for n in nodes if result_index(n)[0] is not n and result_index(n)[0] in early}
-    ops = [n for n in nodes if n.op == "call_function"]
-    soon, late = [n for n in ops if n in early], [n for n in ops if n not in early]
-    read = {n for op in late for n in op.all_input_nodes} | {results[i] for i in second}
-    kept = [n for n in soon if n in read]
-    given = [i for i, n in enumerate(inputs) if n in read]
-    return BackwardHalves(
-        extract(inputs, soon, [*(results[i] for i in first), *kept]),
-        extract([*(inputs[i] for i in given), *kept], late, [results[i] for i in second]),
-        first,
-        second,
-        tuple(given),
+    own = {node: bisect_right(starts, i) for i, node in enumerate(parts.forward)}
+    places = forward_places(parts, own, stages - 1)
+    _check_buffers(parts, places)
+    sums = gradient_sums(parts)
+    bounds = backward_places(parts, places, sums)
+    outputs, tangents = output_places(parts, places), tangent_places(parts, places)
+    of = {**places.of, **backward_stages(parts, places, bounds, stages), **tangents}
+    _check_order(parts, of)
+    returned = {position: _returned(found, places, of) for position, found in sums.items()}
+    reach, back = _ends(parts, of, returned)
+    boundaries = range(stages - 1)
+    sent = tuple(tuple(n for n in parts.forward if of[n] <= b < reach.get(n, -1)) for b in boundaries)
+    late = [n for n in (*tangents, *parts.backward) if n in of]
+    returning = [[n for n in late if back.get(n, stages) <= b < of[n]] for b in boundaries]
+    _check_pieces(parts, [*sent, *returning])
+    gradients = pair_gradients(parts, sent, returning)
+    return Assigned(stages, of, outputs, sums, returned, sent, gradients)
+
+
+def assigned_like(first: Assigned, parts: GraphParts) -> Assigned:
+    """`first` for the graph of another piece of the batch, which has the same ops: what sizes decide is as there."""
+    here = {node.name: node for node in parts.joint.graph.nodes}
+    moved = lambda stages: {here[node.name]: stage for node, stage in stages.items()}
+    return Assigned(
+        first.stages,
+        moved(first.of),
+        first.outputs,
+        gradient_sums(parts),
+        {position: moved(stages) for position, stages in first.returned.items()},
+        tuple(tuple(here[node.name] for node in nodes) for nodes in first.sent),
+        tuple({here[v.name]: here[g.name] for v, g in back.items()} for back in first.gradients),
+    )
+
+
+def _returned(found: GradientSum, places: ForwardPlaces, of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Part of the gradient -> the last stage that holds the parameter and may have the part."""
+    at = places.holders.get(found.param, frozenset((0,)))
+    made = {part: of.get(part, places.last) for part in found.parts}
+    return {part: max((p for p in at if p <= stage), default=stage) for part, stage in made.items()}
+
+
+def _ends(
+    parts: GraphParts, of: Mapping[fx.Node, int], returned: Mapping[int, Mapping[fx.Node, int]]
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """(value of the forward -> the last stage that needs it, value of the backward -> the first that needs it)."""
+    reach: dict[fx.Node, int] = {}
+    back: dict[fx.Node, int] = {}
+    reads = [
+        (operand, of[n]) for n in (*parts.forward, *parts.backward) if n in of for operand in operands(n)
+    ]
+    ends = [(part, stage) for found in returned.values() for part, stage in found.items()]
+    for value, stage in (*reads, *ends):
+        if value in parts.in_forward:
+            for leaf in parts.leaves([value], stage, of):
+                reach[leaf] = max(reach.get(leaf, 0), stage)
+        else:
+            back[value] = min(back.get(value, stage), stage)
+    return reach, back
+
+
+def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
+    for buffer in parts.changed:
+        at = places.holders.get(buffer, frozenset())
+        if len(at) > 1:
+            name = parts.specs[buffer].name
+            raise _uncuttable(
+                f"the buffer {name} is read in the stages {sorted(at)}; only the one that changes it knows its value",
+                parts.changed[buffer],
+                "a cut before or behind all of them",
+            )
+
+
+def _check_pieces(parts: GraphParts, passing: Sequence[Sequence[fx.Node]]) -> None:
+    for node in (node for nodes in passing for node in nodes):
+        if not passes_with_piece(parts.joint, node):
+            why = "what is made once for all pieces of the batch would pass from one to another"
+            raise _uncuttable(why, node, "another cut, or the op's module whole in one stage")
+
+
+def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:
+    for node in parts.backward:
+        for operand in operands(node):
+            apart = of.get(operand, 0) - of.get(node, 0)
+            if node in of and operand in of and (apart > 0 if operand in parts.in_forward else apart < 0):
+                why = "the backward of an earlier stage would read what a later one makes"
+                raise _uncuttable(why, node, "another cut")
+
+
+def _uncuttable(why: str, node: fx.Node, remedy: str) -> ShardingError:
+    return ShardingError(
+        f"cannot cut the graph into these stages: {why}\n  {described(node)}\n  try: {remedy}"
     )

@@ -17,9 +17,8 @@ from passes.ir.op_traits import is_piece, when_run
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_input
-from passes.stages.assign_stages import Assigned, assign_stages, assigned_like
 from passes.stages.graph_parts import GraphParts, base, graph_parts, operands, tensor_kind
-from passes.stages.stage_graph import Crossing, StageGraph
+from passes.stages.stage_graph import Assigned, Crossing, StageGraph, assign_stages, assigned_like
 
 Cut = Sequence[str]
 """For every stage but the first the op of the forward that it begins with, in the graph's order."""

@@ -186,7 +186,7 @@ def backward_places(
 ) -> BackwardPlaces:
     summed = {node for found in sums.values() for node in found.ops}
     anchors, shared = _anchors(parts, places, sums, summed)
-    tangents = _tangent_places(parts, places)
+    tangents = tangent_places(parts, places)
     latest: dict[fx.Node, int] = {}
     reaches: dict[fx.Node, Reach] = {}
     for node in parts.backward:
@@ -263,6 +263,7 @@ def _anchors(
     return own, shared
 
 
-def _tangent_places(parts: GraphParts, places: ForwardPlaces) -> dict[fx.Node, int]:
+def tangent_places(parts: GraphParts, places: ForwardPlaces) -> dict[fx.Node, int]:
+    """Of each tangent the place that its output is returned by."""
     at = output_places(parts, places)
     return {n: at.get(spec.index, places.last) for n, spec in parts.specs.items() if spec.kind == "tangent"}

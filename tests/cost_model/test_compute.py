@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cost_model.compute import ComputePrices
 from cost_model.measurements import MatmulRates, UpdateRates
 from cost_model.profile import Profile
+from cost_model.timed import KernelWork
 
 SHIPPED = [ComputePrices(Profile.named(name)) for name in Profile.names()]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -36,10 +37,14 @@ def test_roofline(round_profile: Profile) -> None:
     prices = ComputePrices(replace(round_profile, device_type="cuda"))
     assert prices.launch_seconds == 2e-6
     assert prices.memory_seconds(1e6) == pytest.approx(1e-6)
-    assert prices.op_seconds(1e8, 1e6, "float32") == pytest.approx(2e-6 + 10e-6)  # the product takes longer
-    assert prices.op_seconds(1e8, 50e6, "float32") == pytest.approx(2e-6 + 50e-6)  # the memory does
-    assert prices.op_seconds(0, 1e6, "int64") == pytest.approx(3e-6)
-    assert prices.op_seconds(0, 0, "bool") == pytest.approx(2e-6)
+    assert prices.work_seconds(KernelWork(1e8, 1e6, "float32")) == pytest.approx(
+        2e-6 + 10e-6
+    )  # the product takes longer
+    assert prices.work_seconds(KernelWork(1e8, 50e6, "float32")) == pytest.approx(
+        2e-6 + 50e-6
+    )  # the memory does
+    assert prices.work_seconds(KernelWork(0, 1e6, "int64")) == pytest.approx(3e-6)
+    assert prices.work_seconds(KernelWork(0, 0, "bool")) == pytest.approx(2e-6)
 
 
 def test_a_profile_of_another_device_is_flagged(round_profile: Profile) -> None:
@@ -61,7 +66,11 @@ def test_never_falls(
     prices: ComputePrices, dtype: str, flops: float, more: float, nbytes: int, larger: int
 ) -> None:
     (f0, f1), (b0, b1) = sorted((flops, more)), sorted((nbytes, larger))
-    assert prices.launch_seconds <= prices.op_seconds(f0, b0, dtype) <= prices.op_seconds(f1, b1, dtype)
+    assert (
+        prices.launch_seconds
+        <= prices.work_seconds(KernelWork(f0, b0, dtype))
+        <= prices.work_seconds(KernelWork(f1, b1, dtype))
+    )
 
 
 def test_nominal_rates_stay_under_the_data_sheets() -> None:
@@ -86,7 +95,7 @@ def test_convolution_and_attention_have_rates_of_their_own(round_profile: Profil
     product = prices.matmul_seconds(1e7, "bfloat16")
     assert prices.arithmetic_seconds("convolution", 1e7, "bfloat16") == product
     launch = round_profile.device.launch_seconds
-    assert prices.op_seconds(1e7, 0, "float32", "convolution") == pytest.approx(launch + 1e-4)
+    assert prices.work_seconds(KernelWork(1e7, 0, "float32", "convolution")) == pytest.approx(launch + 1e-4)
 
 
 def test_pointwise_work_runs_at_the_best_rate(round_profile: Profile) -> None:

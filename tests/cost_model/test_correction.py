@@ -14,6 +14,7 @@ from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.measurements import KINDS, CollectiveSamples
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.timed import KernelWork
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
 KB = 1000
@@ -101,8 +102,8 @@ def test_no_time_beats_the_links_peak(round_profile: Profile) -> None:
 def test_kernels_take_as_much_longer(round_profile: Profile) -> None:
     before, after = ComputePrices(round_profile), ComputePrices(corrected(round_profile, factor=1.5))
     for flops, nbytes in ((0.0, 1e6), (1e7, 0.0), (1e9, 1e9)):
-        assert after.op_seconds(flops, nbytes, "float32") == pytest.approx(
-            1.5 * before.op_seconds(flops, nbytes, "float32")
+        assert after.work_seconds(KernelWork(flops, nbytes, "float32")) == pytest.approx(
+            1.5 * before.work_seconds(KernelWork(flops, nbytes, "float32"))
         )
 
 

@@ -35,7 +35,7 @@ def test_parse_bytes(text: str | int, nbytes: int) -> None:
 @pytest.mark.parametrize("bad", ["", "GB", "70 gigs", "-5GB", "nan", "1e9", "0GB", 0, -1, True, 1.5, None])
 def test_parse_bytes_refuses(bad: object) -> None:
     with pytest.raises(ShardingError) as caught:
-        parse_bytes(bad, "memory_limit")  # pyright: ignore[reportArgumentType]
+        parse_bytes(bad)  # pyright: ignore[reportArgumentType]
     assert isinstance(caught.value, AutoshardError)
     message = str(caught.value)
     assert message.startswith(f"memory_limit is {bad!r}") and 'try: "70GB"' in message

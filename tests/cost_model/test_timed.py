@@ -34,7 +34,7 @@ def test_equal_shapes_take_what_was_timed() -> None:
     assert (
         timed.work_seconds(WORK)
         == modelled.work_seconds(WORK, KEY)
-        == modelled.op_seconds(1024.0, 896.0, "float32")
+        == modelled.work_seconds(KernelWork(1024.0, 896.0, "float32"))
     )
     assert modelled.priced(KEY) == timed.priced(None) == "modelled"
 

@@ -16,7 +16,7 @@ from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.piecewise import RankPieces, pieces_of
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch, first_of_each_size, layouts_like
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Narrowing, boundary_of
 from passes.simulate.lockstep import simulated_groups
 from passes.simulate.reference import graph_values
@@ -50,7 +50,7 @@ def pieces_on_ranks(
         if size not in by_size:
             narrowing = chosen.narrowing(graph) if first is None else layouts_like(first, graph)
             boundary = boundary_of(graph, parameters={}, inputs={}, outputs={})
-            by_size[size] = find_assignment(graph, prices, boundary, narrowing=narrowing).assignment
+            by_size[size] = find_assignment(Sought(graph, prices, boundary, narrowing=narrowing)).assignment
         assignment = by_size[size]
         planned = judged(graph, assignment, prices).planned
         ranks = range(mesh.device_count)

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from cost_model.deadline import Deadline
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import find_fastest
-from passes.search.find import Found
+from passes.search.find import Found, Sought
 from passes.search.search_terms import Narrowing
 from passes.stages.choose_cut import stage_seconds
 from passes.stages.cut_costs import places_between_products
@@ -155,7 +154,7 @@ def test_what_is_sent_without_a_gradient_is_in_any_layout() -> None:
     """Of a forward alone: gathering the residual stream to send it would cost more than sending a part."""
     batch = MeshSpec({"pp": 2, "dp": 2})
     plan = plan_stages(stage_task("llama", batch, training=False), "pp", 1)
-    own = len(plan.returns[0])
+    own = len(plan.parts[0].returns)
     assert any(plan.stages[0].outputs[place].axes for place in plan.stages[0].outputs if place >= own)  # type: ignore[union-attr]
 
 
@@ -176,11 +175,11 @@ def test_a_limit_does_not_search_twice_what_memory_does_not_matter_to(
     """Each stage's fastest plan is searched once, for whatever schedules it is planned again within the limit."""
     whole: list[int] = []
 
-    def counted(joint: JointGraph, *args: Any, **options: Any) -> Found:
-        if options["narrowing"] == Narrowing():
-            whole.append(id(joint.graph))
-            kept.append(joint)
-        return find_fastest(joint, *args, **options)
+    def counted(asked: Sought, deadline: Deadline) -> Found:
+        if asked.narrowing == Narrowing():
+            whole.append(id(asked.joint.graph))
+            kept.append(asked.joint)
+        return find_fastest(asked, deadline)
 
     kept: list[JointGraph] = []  # so that no number is another graph's
     monkeypatch.setattr("autoshard.plan.task.find_fastest", counted)

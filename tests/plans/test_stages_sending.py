@@ -21,7 +21,7 @@ from cost_model.deadline import NEVER
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.search.coarse_to_fine import find_fastest
-from passes.search.find import Found
+from passes.search.find import Found, Sought
 from passes.search.search_terms import Narrowing
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
@@ -88,9 +88,7 @@ def test_a_search_is_known_where_its_plan_has_what_is_fixed_besides() -> None:
 
         def search() -> Found:
             searched.append(one)
-            return find_fastest(
-                task.joint, task.prices, task.boundary, memory_limit=None, reserve=0, deadline=NEVER
-            )
+            return find_fastest(Sought(task.joint, task.prices, task.boundary), NEVER)
 
         judged: Any = _Anything()
         return known.found(one, judged, search)

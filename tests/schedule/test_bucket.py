@@ -28,7 +28,7 @@ from passes.schedule.bucket_plan import Item, Wire, bucketed_order, least_end
 from passes.schedule.issue_order import IssueOrder, MergeRule, Side, issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import boundary_of
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.strategies.prices import Prices
@@ -226,7 +226,7 @@ def in_space(joint: JointGraph, mesh: MeshSpec, rows: tuple[int, ...]) -> Assign
     """Input and output in those rows: what the search makes of them where computing is expensive."""
     layout = Layout.of((1, 1, 12), mesh, ((), (), ("a",)), sizes=(None, None, rows))
     ends = boundary_of(joint, parameters={}, inputs={0: layout}, outputs={0: layout})
-    return find_assignment(joint, prices_of(slow_compute(), mesh), ends).assignment
+    return find_assignment(Sought(joint, prices_of(slow_compute(), mesh), ends)).assignment
 
 
 @pytest.fixture(scope="module")

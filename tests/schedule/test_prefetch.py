@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes.schedule.issue_order import Place
-from passes.schedule.prefetch import Prefetch
+from passes.schedule.schedule import Prefetch
 
 ELAPSED = [float(second) for second in range(11)]
 

@@ -17,9 +17,8 @@ from cost_model.deadline import Deadline
 from passes.search.agree import agreed
 from passes.search.judged_choice import Judgement
 from passes.search.overlapped import solve_overlapped
-from passes.search.phase_paths import PhaseOverlap, phase_paths
 from passes.search.search_space import CostKinds, Edge, SearchSpace
-from passes.search.step_kinds import KINDS
+from passes.search.step_kinds import KINDS, PhaseOverlap, phase_paths
 from passes.solver.problem import Array, Problem, Solution
 from tests.models import Example, TwoLinear, llama, vit
 from tests.profiles import slow_compute

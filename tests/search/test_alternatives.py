@@ -7,8 +7,8 @@ import pytest
 from autoshard.plan.judged import prices_as_in
 from autoshard.plan.task import search_plan
 from cost_model.deadline import NEVER
-from passes.search.alternatives import MOST
-from passes.search.strategy_space import build_space
+from passes.search.find import MOST
+from passes.search.strategy_space import SpaceBuilder
 from passes.states.compute_again import compute_again
 from tests.plans.pipelines import SQUARE, stage_task
 
@@ -18,7 +18,7 @@ def test_costs_are_those_of_the_problem(name: str) -> None:
     task = stage_task(name, SQUARE)
     plan = search_plan(task)
     joint = compute_again(task.joint, plan.planned.again)
-    space = build_space(joint, prices_as_in(plan, task.prices), task.boundary)
+    space = SpaceBuilder(joint, prices_as_in(plan, task.prices), task.boundary).built()
     chosen = [
         strategies.index(plan.planned.layouts[name]) if name in plan.planned.layouts else None
         for name, strategies in zip(space.names, space.strategies, strict=True)

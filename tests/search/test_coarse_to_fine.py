@@ -17,10 +17,10 @@ import passes.search.coarse_to_fine as coarse_to_fine
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
-from cost_model.deadline import NEVER, OutOfTime
+from cost_model.deadline import NEVER, Deadline, OutOfTime
 from passes.layout.joined_axes import JoinedAxes, keeps_together
 from passes.search.coarse_to_fine import SpaceSize, find_fastest
-from passes.search.find import Found, find_assignment
+from passes.search.find import Found, Sought, find_assignment
 from passes.search.search_terms import Boundary, boundary_of
 from tests.models import TwoLinear, llama
 from tests.profiles import slow_compute
@@ -106,7 +106,7 @@ def joint_and_ends() -> tuple[Any, Boundary]:
 
 def searched(joint_and_ends: tuple[Any, Boundary], mesh: MeshSpec, joined: JoinedAxes = ()) -> Found:
     joint, ends = joint_and_ends
-    return find_assignment(joint, prices_of(slow_compute(), mesh).joining(joined), ends)
+    return find_assignment(Sought(joint, prices_of(slow_compute(), mesh).joining(joined), ends))
 
 
 def test_axes_all_together_are_as_one_axis() -> None:
@@ -135,7 +135,7 @@ def test_meshes_of_three_axes_are_searched_whole(joint_and_ends: tuple[Any, Boun
     joint, ends = joint_and_ends
     mesh = MeshSpec(dict.fromkeys("abc", 2))
     prices = prices_of(slow_compute(), mesh)
-    found = find_fastest(joint, prices, ends, memory_limit=None, reserve=0, deadline=NEVER)
+    found = find_fastest(Sought(joint, prices, ends), NEVER)
     assert (found.joined, found.status) == ((), "optimal")
     assert found.seconds == searched(joint_and_ends, mesh).seconds
 
@@ -175,22 +175,24 @@ def test_where_time_is_short_axes_are_joined(
 ) -> None:
     """Listing everything takes too long, and so does the second part of the axes: the best plan till then."""
     joint, ends = joint_and_ends
-    asked: list[JoinedAxes] = []
+    joined: list[JoinedAxes] = []
 
-    def hurried(joint: Any, prices: Any, *arguments: Any, **options: Any) -> Found:
-        asked.append(prices.joined)
-        if prices.joined == () or len(asked) > 3:
+    def hurried(asked: Sought, deadline: Deadline) -> Found:
+        joined.append(asked.prices.joined)
+        if asked.prices.joined == () or len(joined) > 3:
             raise OutOfTime
-        return find_assignment(joint, prices, *arguments, **options)
+        return find_assignment(asked, deadline)
 
     monkeypatch.setattr(coarse_to_fine, "find_assignment", hurried)
     prices = prices_of(slow_compute(), MeshSpec(dict.fromkeys("abc", 2)))
-    found = find_fastest(joint, prices, ends, memory_limit=None, reserve=0, deadline=NEVER)
-    assert asked == [(), (("a", "b", "c"),), (("b", "c"),), (("a", "b"),)]
+    found = find_fastest(Sought(joint, prices, ends), NEVER)
+    assert joined == [(), (("a", "b", "c"),), (("b", "c"),), (("a", "b"),)]
     assert (found.joined, found.status) == ((("b", "c"),), "feasible")
-    monkeypatch.setattr(coarse_to_fine, "find_assignment", lambda *_, **__: hurried(joint, prices))
+    monkeypatch.setattr(
+        coarse_to_fine, "find_assignment", lambda *_: hurried(Sought(joint, prices, ends), NEVER)
+    )
     with pytest.raises(OutOfTime):
-        find_fastest(joint, prices, ends, memory_limit=None, reserve=0, deadline=NEVER)
+        find_fastest(Sought(joint, prices, ends), NEVER)
 
 
 @pytest.fixture(scope="module")

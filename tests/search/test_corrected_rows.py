@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.search.corrected_rows import PARTS, corrected, held_besides, with_parts
+from passes.search.state_columns import PARTS, corrected, held_besides, with_parts
 from passes.solver.problem import Problem
 
 NAMES = ["a", "b", "c"]

@@ -44,7 +44,7 @@ def test_without_time_and_a_plan_the_error_names_the_mesh_and_the_limit(
     def late(*_: object, **__: object) -> None:
         raise OutOfTime
 
-    monkeypatch.setattr("passes.search.find.build_space", late)
+    monkeypatch.setattr("passes.search.find.SpaceBuilder", late)
     message = (
         r"mesh \(a=2, b=2\) was found within time_limit=1e-09 seconds(.|\n)*a larger `time_limit`.*than 2"
     )

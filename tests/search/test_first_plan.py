@@ -13,7 +13,7 @@ from autoshard import MeshSpec, find_plan
 from autoshard.plan.micro_batches import fastest_of
 from cost_model.deadline import FIRST_PLAN_SECONDS, Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
-from passes.ir.joint import JointGraph
+from passes.search.find import Sought
 from tests.plans.test_head_pieces import LIMIT, speaker
 from tests.profiles import slow_compute
 
@@ -28,7 +28,7 @@ class Clock:
         self.now = 0.0
         self.begun: list[tuple[float, float]] = []
 
-    def find(self, joint: JointGraph, *_: object, deadline: Deadline, **__: object) -> None:
+    def find(self, asked: Sought, deadline: Deadline) -> None:
         """A search that takes all of its time, and finds nothing."""
         if deadline.left > 0.0:
             self.begun.append((self.now, deadline.at))

@@ -26,7 +26,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.solver.problem import Problem
 from passes.solver.solve import restricted, solve
 from tests.models import SwiGLU, seeded
@@ -55,7 +55,7 @@ def plan(task: Task) -> Plan:
 
 @pytest.fixture(scope="module")
 def space(task: Task) -> SearchSpace:
-    return build_space(task.joint, task.prices, task.boundary)
+    return SpaceBuilder(task.joint, task.prices, task.boundary).built()
 
 
 def layouts(name: str) -> dict[str, str]:

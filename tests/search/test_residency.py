@@ -14,11 +14,11 @@ from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_either, is_use, is_view
 from passes.lower.rank_program import without_usually_missing
-from passes.search.offered import build_limited, build_offered
+from passes.search.offered import LimitedBuilder, build_offered
 from passes.search.residency import InPlace, may_be_another
 from passes.search.search_space import SearchSpace
 from passes.search.search_terms import boundary_of
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.states.offers import offered, places
 from tests.plans.pipelines import PP, planned, stage_task
 
@@ -63,8 +63,8 @@ def test_a_view_in_another_layout_is_a_copy_of_its_own() -> None:
     views = [n.name for n in late if node_value(n).shape == (2, 8, 8, 8)]
     prices = prices_of(Profile.load("cpu"), MeshSpec({"dp": 2}), "eager")
     ends = boundary_of(joint, {}, {}, {}, [0])
-    limited = build_limited(joint, prices, ends, memory_limit=2**30)
-    unlimited = build_space(joint, prices, ends)
+    limited = LimitedBuilder(joint, prices, ends).built(2**30)
+    unlimited = SpaceBuilder(joint, prices, ends).built()
     assert views
     for name in views:
         place = limited.names.index(name)

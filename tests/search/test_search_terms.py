@@ -13,11 +13,11 @@ from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
-from passes.search.find import Found, find_assignment
+from passes.search.find import Found, Sought, find_assignment
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.search_terms import Boundary, SearchStart, boundary_of
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.solver.problem import Solution
 from tests.models import TwoLinear, llama
 from tests.profiles import slow_compute
@@ -33,7 +33,7 @@ def graph(outputs: dict[int, Any] | None = None) -> tuple[JointGraph, Boundary]:
 
 def space_and_found(joint: JointGraph, ends: Boundary) -> tuple[SearchSpace, Found]:
     prices = prices_of(slow_compute(), MESH)
-    return build_space(joint, prices, ends), find_assignment(joint, prices, ends)
+    return SpaceBuilder(joint, prices, ends).built(), find_assignment(Sought(joint, prices, ends))
 
 
 @pytest.mark.parametrize("outputs", [None, {0: Layout((("a",), ()))}, {0: None}])
@@ -60,8 +60,8 @@ def test_a_search_ends_within_its_gap() -> None:
     joint = canonical_capture(model, (), arguments).joint
     ends = boundary_of(joint, parameters={}, inputs={}, outputs={})
     prices = prices_of(slow_compute(), MESH)
-    proven = find_assignment(joint, prices, ends)
-    rough = find_assignment(joint, prices, ends, start=SearchStart(gap=0.2))
+    proven = find_assignment(Sought(joint, prices, ends))
+    rough = find_assignment(Sought(joint, prices, ends, start=SearchStart(gap=0.2)))
     assert rough.seconds <= rough.lower_bound / (1.0 - 0.2) + 1e-12
     assert rough.lower_bound <= proven.seconds * (1.0 + 1e-9)
     assert rough.seconds >= proven.lower_bound * (1.0 - 1e-9)
@@ -78,6 +78,6 @@ def test_the_first_search_starts_from_the_plan_that_is_known(monkeypatch: pytest
 
     monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", spied)
     start = SearchStart(found.assignment, 0.1)
-    find_assignment(joint, prices_of(slow_compute(), MESH), ends, start=start)
+    find_assignment(Sought(joint, prices_of(slow_compute(), MESH), ends, start=start))
     ((warm, gap),) = begun
     assert warm == start.choice(space) and gap == pytest.approx(0.09)

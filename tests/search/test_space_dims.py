@@ -8,7 +8,7 @@ from torch import Tensor
 
 from passes.ir.joint import JointGraph
 from passes.rules.core.rule_registry import rule_for
-from passes.search.space_dims import out_of_space
+from passes.search.search_terms import out_of_space
 from passes.strategies.cuts import ops_of
 from tests.canonicalize.graphs import Function, prepared
 

@@ -14,9 +14,21 @@ from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, ops_by_phase, result_index, tensor_operands
 from passes.schedule.transfer_roles import HiddenReads, hidden_reads
-from passes.search.phase_paths import PhaseOverlap, corrected, phase_paths, phase_seconds
 from passes.search.search_space import overlapped_seconds
-from passes.search.step_kinds import EXPOSED, KINDS, MOVING, SEGMENTS, StepKinds, kind_of, on_link, step_kinds
+from passes.search.step_kinds import (
+    EXPOSED,
+    KINDS,
+    MOVING,
+    SEGMENTS,
+    PhaseOverlap,
+    StepKinds,
+    corrected,
+    kind_of,
+    on_link,
+    phase_paths,
+    phase_seconds,
+    step_kinds,
+)
 
 Seconds = dict[str, float]
 Read = tuple[str, int]

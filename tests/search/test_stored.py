@@ -14,7 +14,7 @@ from autoshard.plan.task import CallLayouts, Task
 from autoshard.planning import canonical_capture
 from passes.search.rival_choices import places_in, places_of, stored_alike
 from passes.search.search_space import SearchSpace
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.solver.solve import restricted, solve
 from tests.solver.oracle import brute_force, chain, random_problem
 
@@ -34,7 +34,7 @@ def space_of(axes: dict[str, int]) -> SearchSpace:
     captured = canonical_capture(Scaled(), (torch.zeros(16, 8),), {}, device=torch.device("cpu"))
     call = CallLayouts({}, {})
     task = Task(captured, Profile.named("cpu"), MeshSpec(axes), call, {}, None, "eager", 60.0)
-    return build_space(task.joint, task.prices, task.boundary)
+    return SpaceBuilder(task.joint, task.prices, task.boundary).built()
 
 
 def axes_of(space: SearchSpace) -> list[dict[str, set[frozenset[str]]]]:

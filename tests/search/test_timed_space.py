@@ -14,7 +14,7 @@ from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import tensor_operands
 from passes.layout.layout import Layout, NodeLayouts
 from passes.rules.core.rule_registry import rule_for
-from passes.search.strategy_space import build_space
+from passes.search.strategy_space import SpaceBuilder
 from passes.strategies.kernel_keys import class_key, kernel_form, kernel_key, operand_orders
 from passes.strategies.prices import strategy_seconds
 from tests.refine.tasks import task
@@ -54,7 +54,7 @@ def turned_task() -> tuple[Task, KernelKey]:
 def test_the_search_prices_every_op_as_if_it_were_the_only_one() -> None:
     one, key = turned_task()
     prices = one.prices
-    space = build_space(one.joint, prices, one.boundary)
+    space = SpaceBuilder(one.joint, prices, one.boundary).built()
     long = 0
     for node in one.joint.graph.nodes:
         if node.op != "call_function" or node.name not in space.names:

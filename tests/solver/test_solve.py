@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
 from passes.solver.problem import Infeasible, Problem, Tables
-from passes.solver.solve import solve
+from passes.solver.solve import no_room, solve
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, on_nodes, random_problem

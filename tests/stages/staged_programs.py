@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from passes.ir.joint import GraphInput
-from passes.lower.phases import split_phases
-from passes.stages.stage_graph import StageGraph, split_backward
+from passes.lower.phases import split_backward, split_phases
+from passes.stages.stage_graph import StageGraph
 
 
 class GraphPrograms:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.lower.phases import split_phases
-from passes.stages.stage_graph import split_backward
+from passes.lower.phases import split_backward, split_phases
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import canonical, random_cut
 

@@ -94,7 +94,7 @@ def test_a_transformer_cut_between_layers_passes_the_residual_stream_alone() -> 
         one, other = stage_graphs(joint, [first_op(joint, layer)])
         (crossing,) = one.sent
         assert (crossing.shape, crossing.dtype, crossing.gradient) == ((2, 16, 32), torch.float64, True)
-        assert crossing.nbytes == 2 * 16 * 32 * 8 == one.sent_nbytes == other.returned_nbytes
+        assert other.received == one.sent
         layers = {
             spec.name.split(".")[2] for spec in other.joint.inputs if ".1." in spec.name or ".0." in spec.name
         }
@@ -145,7 +145,7 @@ def test_a_skip_passes_through_the_stages_between() -> None:
     skip = [c for c in graphs[0].sent if c in graphs[0].sent and c.name in {d.name for d in graphs[1].sent}]
     assert [(c.made, c.gradient) for c in skip] == [(0, True)]
     through = next(c for c in graphs[1].sent if c.name == skip[0].name)
-    assert (through.made, through.source, through.target) == (0, 1, 2)
+    assert (through.made, through.source) == (0, 1)
     results = graphs[1].joint.results[len(graphs[1].outputs) :]
     handed_on = results[graphs[1].sent.index(through)]
     assert handed_on is not None and handed_on.op == "placeholder"

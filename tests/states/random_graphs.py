@@ -16,7 +16,7 @@ from autoshard.planning import canonical_capture
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.search.agree import first_overlaps
-from passes.search.offered import build_limited
+from passes.search.offered import LimitedBuilder
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.search_terms import Boundary, boundary_of
@@ -70,7 +70,7 @@ class SmallGraph:
 
     def space(self, again: tuple[str, ...]) -> SearchSpace:
         graph = compute_again(self.joint, again)
-        return build_limited(graph, self.prices, self.boundary, memory_limit=2**60)
+        return LimitedBuilder(graph, self.prices, self.boundary).built(2**60)
 
     def spaces(self) -> list[SearchSpace]:
         """Of every subset of `names`."""

@@ -14,7 +14,7 @@ from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
-from passes.search.find import find_assignment
+from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import boundary_of
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
 from tests.profiles import dear_start
@@ -78,5 +78,5 @@ def test_uneven_inputs_are_used_as_they_are() -> None:
     """Where moving is expensive."""
     joint = joint_of(lambda x: F.conv1d(x, torch.ones(1, 1, 3), padding=1).tanh(), 1, 1, 16)
     ends = boundary_of(joint, parameters={}, inputs={0: split(1, 1, 16)}, outputs={0: split(1, 1, 16)})
-    assignment = find_assignment(joint, prices_of(dear_start(0.1), MESH), ends).assignment
+    assignment = find_assignment(Sought(joint, prices_of(dear_start(0.1), MESH), ends)).assignment
     assert [assignment[name].results[0].sizes[2] for name in ("convolution", "tanh")] == [ROWS, ROWS]

@@ -105,7 +105,7 @@ class OpRule:
                 `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
     chains:     whether several ranks may compute what windows read, and exchange nothing (`passes.strategies.chains`).
     moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
-                the search offers that where it is worth its time (`passes.search.space_dims`).
+                the search offers that where it is worth its time (`passes.search.search_terms`).
     work:       factor -> what part of the op's operations each call takes that its results [lo, hi) need; others:
                 one call, of as many as they are.
     routed:     operand -> factor of experts, and how the operand is pending where it is split: its rows count on the
