@@ -12,7 +12,7 @@ from autoshard.plan.plan_content import Nearly, PlanContent
 from autoshard.plan.plan_words import made_of_parameters, race_lines, stages_words
 from cost_model.memory import format_bytes, format_seconds
 from passes.ir.routing import Routing
-from passes.layout.layout import RING, nested_sizes
+from passes.layout.layout import KEYS, RING, nested_sizes
 from passes.plan.planned_graph import NodeRecord
 
 MOST = 0.5
@@ -114,13 +114,13 @@ class AxisUses:
 
     weights: by whether the axis splits them where they are stored, and where they are read.
     dims: of results in the forward, by what of them it splits.
-    experts: whether it splits experts. ring: whether keys and values pass by all its ranks.
+    experts: whether it splits experts. exchanges: factors along which it splits ops that exchange within themselves.
     """
 
     weights: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     dims: Counter[str] = field(default_factory=Counter)
     experts: bool = False
-    ring: bool = False
+    exchanges: set[str] = field(default_factory=set)
 
     def share_of_weights(self, *kinds: tuple[bool, bool]) -> float:
         return sum(self.weights[kind] for kind in kinds) / max(1, sum(self.weights.values()))
@@ -167,8 +167,10 @@ def axis_uses(stages: Iterable[Sequence[NodeRecord]], axis: str) -> AxisUses:
         _note_weights(uses, records, made, axis)
         _note_results(uses, records, made, axis)
         splits = (split for record in records for split in record.splits)
-        uses.ring |= any(split.factor == RING and axis in split.axes for split in splits)
-    if uses.ring:  # rows of a sequence that is split may lie in the first dim
+        uses.exchanges |= {
+            split.factor for split in splits if split.factor in _EXCHANGES and axis in split.axes
+        }
+    if RING in uses.exchanges:  # rows of a sequence that is split may lie in the first dim
         uses.dims["sequence"] += uses.dims.pop("batch", 0)
     return uses
 
@@ -192,12 +194,12 @@ def axis_words(
         names.append(f"FSDP{part}")
     elif not names and split:
         names.append(_OF_WHOLE_WEIGHTS[split[0]])
-    if not names:
-        return "every rank computes the same"
-    said = [f"{dim} split" for dim in split] + ["ring attention"] * uses.ring
-    return "; ".join([", ".join(names), *said])
+    said = [f"{dim} split" for dim in split]
+    said += [words for factor, words in _EXCHANGES.items() if factor in uses.exchanges]
+    return "; ".join([", ".join(names), *said] if names else said) or "every rank computes the same"
 
 
+_EXCHANGES = {RING: "ring attention", KEYS: "keys split"}
 _OF_WHOLE_WEIGHTS = {"batch": "DDP", "sequence": "context parallel", "space": "domain parallel with halos"}
 
 

@@ -11,12 +11,13 @@ from torch import Tensor, fx
 
 import passes.ops.attention_op  # pyright: ignore[reportUnusedImport]  (registers autoshard::attention)
 import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
+from passes.canonicalize.document_masks import documents_of, is_constant
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
 from passes.ir.graph_pass import GraphPass, erase_dead, shape_of, tensor_at
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, Property, described
 from passes.ir.joint import JointGraph, ancestors, node_value, tensor_operands
-from passes.ir.op_traits import draws, is_pointwise, is_use, when_read
+from passes.ir.op_traits import is_pointwise, is_use, when_read
 from passes.ir.torch_sizes import SizesLost, computed, counts_as, sizes_in, with_sizes
 from passes.ops.routed_ops import READ_ROWS
 from passes.rules.core.rule_registry import rule_for
@@ -45,24 +46,37 @@ class MarkCausalMasks(GraphPass):
                                                                             // sees no key before i - 8
 
     Kernels that know what is hidden have fewer products, and nothing is left of the mask.
+
+    Of a mask that says of which document queries and keys are, the numbers of documents are left
+    (`passes.canonicalize.document_masks`).
     """
 
     requires = (ONE_SPELLING,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
-        found: dict[fx.Node, int | None] = {}
-        for node in joint.graph.nodes:
+        found: dict[fx.Node, tuple[Any, ...] | None] = {}
+        for node in list(joint.graph.nodes):
             mask = _mask_of(node)
             if mask is not None:
                 if mask not in found:
-                    found[mask] = _window_of(joint.graph, mask)
-                window = found[mask]
-                if window is not None:
+                    found[mask] = _said_by(joint.graph, mask, node)
+                said = found[mask]
+                if said is not None:
                     *operands, _, scale = (None if arg is mask else arg for arg in node.args)
-                    node.args = (*operands, True, scale, *[window] * bool(window))
-        if any(window is not None for window in found.values()):
+                    causal, *more = said
+                    node.args = (*operands, causal, scale, *more)
+        if any(said is not None for said in found.values()):
             erase_dead(joint.graph)
         return joint
+
+
+def _said_by(graph: fx.Graph, mask: fx.Node, reader: fx.Node) -> tuple[Any, ...] | None:
+    """What attention is told instead of the mask, but for the scale: whether it is causal, and what comes last."""
+    window = _window_of(graph, mask)
+    if window is not None:
+        return (True, window) if window else (True,)
+    documents = documents_of(graph, mask, _window_of)
+    return None if documents is None else (documents.is_causal, 0, *documents.numbers(reader))
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
@@ -83,7 +97,7 @@ def _window_of(graph: fx.Graph, mask: fx.Node) -> int | None:
     seen is noted.
     """
     made = ancestors([mask])
-    if min(mask.meta["val"].shape[-2:]) < 2 or not all(map(_is_constant, made)):
+    if min(mask.meta["val"].shape[-2:]) < 2 or not all(map(is_constant, made)):
         return None
     ordered = [node for node in graph.nodes if node in made]
     sizes = sizes_in([(node.args, tuple(node_value(node).shape)) for node in ordered])
@@ -158,10 +172,6 @@ def _window_at(ordered: Sequence[fx.Node], mask: fx.Node, sizes: Sequence[tuple[
     if seen[-1] == ends[-1]:
         return 0
     return seen[-1] if queries == keys else None
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return node.op == "call_function" and not draws(node)
 
 
 def _of_one_sample(value: Tensor) -> Tensor | None:

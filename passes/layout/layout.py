@@ -55,10 +55,9 @@ class NodeLayouts:
 Assignment = Mapping[str, NodeLayouts]
 """Global node name -> layouts. `getitem` nodes are not in it: they select a result of their producer."""
 
-
 REDUCE_OPS = ("sum", "max", "min")
-ROUTED, RING = "routed", "s:ring"
-"""Pending, and no reduction: a row counts on the rank that has its expert; a factor whose parts pass by all ranks."""
+ROUTED, RING, KEYS = "routed", "s:ring", "t:keys"
+"""No reduction, but pending: its expert's rank has a row. Factors whose parts pass by all ranks, or are told to all."""
 ReduceOp = Annotated[str, Meta(pattern=r"^(max|min|(sum|routed)([0-9]+of[0-9]+)?)$")]
 _MAX_DIMS = 64
 Dim = Annotated[int, Meta(ge=0, lt=_MAX_DIMS)]

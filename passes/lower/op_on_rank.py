@@ -37,6 +37,12 @@ class RankRing:
         target = torch.ops._c10d_functional.all_to_all_single.default
         return emit.collective(target, flat, [sum(received)], list(received), list(sent), self.group)
 
+    def gathered(self, x: fx.Node) -> fx.Node:
+        target = torch.ops._c10d_functional.all_gather_into_tensor.default
+        rows = self.emitter.call(torch.ops.aten.unsqueeze.default, x, 0)
+        shape = [len(self.parts), *node_value(x).shape]
+        return self.emitter.collective(target, rows, shape, len(self.parts), self.group)
+
 
 @dataclass
 class OpOnRank:

@@ -17,7 +17,7 @@ from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_input, copied_node
-from passes.layout.layout import RING, Layout, NodeLayouts, Span
+from passes.layout.layout import Layout, NodeLayouts, Span
 from passes.lower.interior import exchange_before, in_parts, interior_of
 from passes.lower.op_on_rank import Arrival, OpOnRank, RankRing, Served, in_ring
 from passes.plan.planned_graph import PlannedGraph, Transfer
@@ -166,7 +166,7 @@ class _Writer:
         rule = every.splitting(split.factor for split in layouts.splits)
         context = OpOnRank(self._emit, self.mesh, self.rank, node, args, kwargs, rule, layouts)
         if rule.exchange is not None:
-            context.ring = self._ring(node, rule.sizes[rule.exchange.factor], layouts)
+            context.ring = self._ring(node, rule, rule.exchange.factor, layouts)
             reads = zip(tensor_operands(node), operands, layouts.operands, strict=True)
             held = {local for operand, local, wanted in reads if self._held(operand) == wanted}
             return in_ring(context, held, self.kept)
@@ -179,13 +179,13 @@ class _Writer:
         write = call if rule.localize is None else lambda: rule.localize(context)  # type: ignore[misc]
         return self._alike((every, layouts), (), operands, _meta(node), write)
 
-    def _ring(self, node: fx.Node, length: int, layouts: NodeLayouts) -> RankRing:
-        (split,) = (split for split in layouts.splits if split.factor == RING)
+    def _ring(self, node: fx.Node, rule: OpRule, factor: str, layouts: NodeLayouts) -> RankRing:
+        (split,) = (split for split in layouts.splits if split.factor == factor)
         order = {"turn": self.rings[node.name], "ring": node.name}
         meta = _meta(node) | order | {"serves": node.meta.get("module", "") or node.name}
         index = self.mesh.linear_index(self.rank, split.axes)
         emitter = Emitter(self.graph, meta, self.calls)
-        return RankRing(emitter, self.groups[split.axes], index, split.parts(length, self.mesh))
+        return RankRing(emitter, self.groups[split.axes], index, split.parts(rule.sizes[factor], self.mesh))
 
     def _alike(
         self,

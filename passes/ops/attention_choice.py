@@ -20,6 +20,7 @@ class AttentionCall:
     """Operands of one attention. q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask 4-d or None.
 
     window: how many keys a causal query sees; 0: all before it. Of the call in blocks (`attention_window`).
+    documents, of_keys: [b or 1, 1, s, 1] and [b or 1, 1, t, 1]: keys that are not of a query's document are not seen.
     chip: of the device that it will run on; None: the chip of q's device is asked for where it matters.
     """
 
@@ -30,6 +31,8 @@ class AttentionCall:
     is_causal: bool
     scale: float
     window: int = 0
+    documents: Tensor | None = None
+    of_keys: Tensor | None = None
     chip: Chip | None = None
 
     @property
@@ -172,6 +175,11 @@ def check_problem(p: AttentionCall, **rest: Tensor) -> None:
             _refuse(p, name, f"is {list(value.shape)}, not {list(shape)}", "operands [b, h, s, d] that agree")
     if p.mask is not None:
         _check_mask(p, p.mask, (b, h, s, t))
+    for name, value, length in (("documents", p.documents, s), ("of_keys", p.of_keys, t)):
+        alone = p.documents is None or p.of_keys is None or p.mask is not None or p.window
+        if value is not None and (alone or tuple(value.shape) not in ((1, 1, length, 1), (b, 1, length, 1))):
+            what = f"is {list(value.shape)}, for {length}, and goes with the other's, no mask and no window"
+            _refuse(p, name, what, "documents written into the mask")
     if p.window and (p.mask is not None or not p.is_causal or t < s):
         what = f"of {p.window} is for {s} causal queries, of as many keys or more, without a mask"
         _refuse(p, "window", what, "the window written into the mask")

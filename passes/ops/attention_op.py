@@ -3,13 +3,16 @@
 A plan names ops; torch's own attention kernels have other names on CPU and CUDA, so a plan made
 on a laptop would not be valid on a GPU. This op picks the kernel when it runs.
 
-    attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale, window) -> (out [b,h,s,e], lse [b,h,s])
+    attention(q [b,h,s,d], k [b,g,t,d], v [b,g,t,e], mask?, is_causal, scale, window, documents?, of_keys?)
+    -> (out [b,h,s,e], lse [b,h,s])
 
 g divides h: grouped heads, of which each of keys and values is seen by h / g next to each other of queries.
 mask: 4-d, broadcastable to [b,h,s,t]; bool (True attends) or additive float; it gets no gradient.
 is_causal: query i sees keys 0..i (aligned at the top left, also when s != t).
 window: 0, or of how many keys a causal query sees the last ones: key i + t - s, and those before it. The last query
 sees the last key, so a part of the queries is the same op of the keys that these see.
+documents, of_keys: [b,1,s,1] and [b,1,t,1], numbers of any kind: a query sees the keys with the same one, in place of
+a mask that says so. Either may have one row for all samples.
 lse: float32 (float64 for float64 operands). `out` and the gradients lie in memory as [b,s,h,d]:
 that is how the fused kernels write them, and what the projection after them reads.
 """
@@ -34,6 +37,7 @@ from passes.ops.attention_choice import (
     math_forward,
     sum_heads,
 )
+from passes.ops.attention_documents import documents_backward, documents_forward
 from passes.ops.attention_table import (
     Chip,
     Contract,
@@ -60,6 +64,8 @@ def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     kernel = p.kernel
     if p.window and kernel != "empty":
         return windowed_forward(p, forward)
+    if p.documents is not None and kernel != "empty":
+        return documents_forward(p, forward)
     p = _head_by_head(p, kernel)
     if kernel in _PLAIN:
         return _PLAIN[kernel][0](p)
@@ -74,6 +80,8 @@ def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gr
     kernel, groups = p.kernel, p.k.shape[1]
     if p.window and kernel != "empty":
         return windowed_backward(p, backward, grad_out, out, lse)
+    if p.documents is not None and kernel != "empty":
+        return documents_backward(p, backward, grad_out, out, lse)
     p = _head_by_head(p, kernel)
     if kernel in _PLAIN:
         gq, gk, gv = _PLAIN[kernel][1](p, grad_out, out, lse)
@@ -219,7 +227,7 @@ def attention_backward_reference(
 
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask"
-_FLAGS = "bool is_causal, float scale, int window=0"
+_FLAGS = "bool is_causal, float scale, int window=0, Tensor? documents=None, Tensor? of_keys=None"
 attention = differentiable_operator(
     f"attention({_OPERANDS}, {_FLAGS}) -> (Tensor, Tensor)",
     attention_reference,

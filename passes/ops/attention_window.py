@@ -50,7 +50,7 @@ def windowed_forward(p: AttentionCall, attend: Attend) -> tuple[Tensor, Tensor]:
     found = [attend(_masked(blocks.head(p)))] if blocks.first else []
     if blocks.count:
         found.append(tuple(map(blocks.unfolded, attend(_masked(blocks.body(p))))))
-    out, lse = (_joined(*parts) for parts in zip(*found, strict=True))
+    out, lse = (joined(*parts) for parts in zip(*found, strict=True))
     return out, lse
 
 
@@ -61,24 +61,24 @@ def windowed_backward(p: AttentionCall, attend: Attend, *of_queries: Tensor) -> 
     if blocks.first:
         gq, *of_keys = attend(_masked(blocks.head(p)), *(x.narrow(2, 0, blocks.first) for x in of_queries))
         queries.append(gq)
-        summands.append([_placed(x, blocks.head_keys[0], keys) for x in of_keys])
+        summands.append([placed(x, blocks.head_keys[0], keys) for x in of_keys])
     if blocks.count:
         gq, *of_keys = attend(_masked(blocks.body(p)), *map(blocks.folded, of_queries))
         queries.append(blocks.unfolded(gq))
         summands.append([blocks.keys_unfolded(x, keys) for x in of_keys])
     gk, gv = (parts[0] if len(parts) == 1 else parts[0] + parts[1] for parts in zip(*summands, strict=True))
-    return _joined(*queries), gk, gv
+    return joined(*queries), gk, gv
 
 
 def _block(window: int) -> int:
     return max(window // 2, _LEAST_BLOCK)
 
 
-def _joined(*parts: Tensor) -> Tensor:
+def joined(*parts: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _placed(x: Tensor, start: int, length: int) -> Tensor:
+def placed(x: Tensor, start: int, length: int) -> Tensor:
     """In zeros of `length` rows, the first at `start`; what would be behind the end is cut off."""
     after = length - start - x.shape[2]
     return F.pad(x, (0, 0, start, after)) if start or after else x
@@ -147,7 +147,7 @@ class _Blocks:
         )
         parts = whole.split(self.size, 3)
         found = [
-            _placed(
+            placed(
                 F.pad(part, (0, 0, 0, self.size - part.shape[3])).flatten(2, 3), start + i * self.size, length
             )
             for i, part in enumerate(parts)

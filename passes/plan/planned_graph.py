@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from cost_model.errors import Count, Text, Word
 from cost_model.timed import Priced
-from passes.layout.layout import RING, Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
+from passes.layout.layout import KEYS, RING, Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.compute_again import copied_ops
 
@@ -232,7 +232,8 @@ class PlannedGraph:
     @cached_property
     def rings(self) -> dict[str, tuple[str, ...]]:
         """Ops that exchange within themselves -> the axes over which."""
-        return {node.name: split.axes for node in self.nodes for split in node.splits if split.factor == RING}
+        found = ((node.name, split) for node in self.nodes for split in node.splits)
+        return {name: split.axes for name, split in found if split.factor in (RING, KEYS)}
 
     @cached_property
     def again(self) -> tuple[str, ...]:

@@ -158,11 +158,8 @@ def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> S
     length = way.sizes[split.factor]
     if split.factor in way.work:
         return max((way.work[split.factor](*part) for part in split.parts(length, mesh)), key=sum)
-    if split.spans is None:
-        largest = first_part(length, mesh, split.axes)
-    else:
-        largest = max(hi - lo for lo, hi in split.spans)
-    return (largest / length,)
+    spans = split.spans or ((0, first_part(length, mesh, split.axes)),)
+    return (max(hi - lo for lo, hi in spans) / length,)
 
 
 @dataclass(frozen=True)
@@ -235,6 +232,9 @@ class Prices:
         if ring is None:
             return 0.0
         exchange, axes, nbytes = ring
+        if told := exchange.gathered_nbytes(self.mesh.size(*axes), nbytes):  # a kernel before and one behind
+            merging = 2.0 * self.compute.op_seconds(0.0, told, "float32", None)
+            return merging + self.redistributor.collective_seconds("all_gather", axes, told)
         moved = lambda tensors: self.redistributor.collective_seconds("point_to_point", axes, nbytes(tensors))
         ranks, results = self.mesh.size(*axes), [t for t in exchange.swapped if t >= len(strategy.operands)]
         step, late = moved(exchange.round), moved(t for t in exchange.round if t in results)
@@ -245,9 +245,9 @@ class Prices:
         return (ranks - 1) * (step - hidden) + late + written + 0.5 * moved(exchange.swapped)
 
     def ring_nbytes(self, node: fx.Node, strategy: NodeLayouts) -> int:
-        """That an op which exchanges within itself holds besides, at least: a message on its way."""
+        """That an op which exchanges within itself holds besides, at least: a message on its way, or what all found."""
         ring = self._ring(node, rule_for(node), strategy)
-        return 0 if ring is None else ring[2](ring[0].round)
+        return 0 if ring is None else ring[0].held_nbytes(self.mesh.size(*ring[1]), ring[2])
 
     def _ring(
         self, node: fx.Node, rule: OpRule, strategy: NodeLayouts

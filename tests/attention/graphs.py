@@ -46,6 +46,7 @@ class Call:
     h: int = 4
     g: int | None = None
     window: int = 0
+    documents: bool = False
 
 
 def empty(shape: Sequence[int], order: Order, like: Tensor) -> Tensor:
@@ -94,7 +95,11 @@ def graph_of(call: Call, device: str = "cuda:0") -> fx.GraphModule:
         mask = mask_of(call, start)
         operands.append(None if mask is None else _placeholder(graph, "mask", mask))  # type: ignore[arg-type]
         tangent = _placeholder(graph, "grad", grad)
-        flags = (call.causal, 0.125, *[call.window] * bool(call.window))
+        flags: tuple[Any, ...] = (call.causal, 0.125, *[call.window] * bool(call.window))
+        if call.documents:
+            sizes = {"documents": call.s, "of_keys": call.t}
+            ids = {name: start.new_empty((1, 1, size, 1), dtype=torch.int64) for name, size in sizes.items()}
+            flags = (*flags, 0, *(_placeholder(graph, name, x) for name, x in ids.items()))
         forward = torch.ops.autoshard.attention.default
         out, lse = _emit(graph, forward, (*operands, *flags), 2)
         backward = torch.ops.autoshard.attention_backward.default

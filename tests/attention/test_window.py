@@ -56,6 +56,33 @@ def test_what_is_multiplied_on_a_gpu(before: int, blocks: int) -> None:
     assert of_q_and_k == [*[((2, 4, 300, 64),) * 2] * head, body]
 
 
+def test_what_is_multiplied_of_documents_on_a_gpu() -> None:
+    """Of 3,000 causal queries: blocks of 1,024 with the keys before their end."""
+    module = expand_ops(
+        graph_of(Call(torch.bfloat16, causal=True, s=3000, t=3000, documents=True)), Chip((9, 0))
+    )
+    assert kernels_of(module) == ("efficient",) * 3 + ("efficient_backward",) * 3
+    calls = [n for n in module.graph.nodes if str(n.target).endswith("efficient_attention.default")]
+    lengths = [tuple(n.args[i].meta["val"].shape[2] for i in (0, 1)) for n in calls]
+    assert lengths == [(1024, 1024), (1024, 2048), (952, 3000)]
+    values = [n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    assert max(x.numel() for x in values if x.dtype == torch.bool) == 952 * 3000
+
+
+def test_what_documents_are_for() -> None:
+    x, ids = torch.randn(1, 1, 4, 8), torch.zeros(1, 1, 4, 1)
+    for mask, more in (
+        (None, (0, ids)),
+        (None, (2, ids, ids)),
+        (band(4, 4, 2), (0, ids, ids)),
+        (None, (0, ids[:, :, :3], ids)),
+    ):
+        with pytest.raises(
+            UnsupportedOpError, match=r"goes with the other's, no mask.*\n  try: documents written"
+        ):
+            attention(x, x, x, mask, mask is None, 0.5, *more)
+
+
 def test_what_a_window_is_for() -> None:
     q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 3, 8)
     for args in ((q, k, k, None, True), (q, q, q, None, False), (q, q, q, band(4, 4, 2), True)):

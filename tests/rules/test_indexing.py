@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -91,6 +93,18 @@ def test_one_index(seed: int, at: int) -> None:
     check(aten.index_put.default, x, indices, draw.floats(*read.shape), True)
     check(aten.index_put.default, x, indices, draw.floats(*[draw.pick(n, 1) for n in read.shape[1:]]), True)
     check(aten.index_put.default, x, indices, draw.floats(), False)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("rows", [[1], [-1], [0, -2, 3], [[4, 1], [2, -5]]])
+def test_rows_are_written_where_they_are(at: int, rows: list[Any]) -> None:
+    """Of 5, of which a third rank has one."""
+    draw, index = Draw(at), torch.tensor(rows)
+    x, indices = draw.floats(*[5 if i == at else 3 for i in range(3)]), [None] * at + [index]
+    shape = aten.index.Tensor(x, indices).shape
+    for values in (draw.floats(*shape), draw.floats(*shape[1:])[:1], draw.floats()):
+        rule = check(aten.index_put.default, x, indices, values, False)
+        assert "v" in rule.splittable and not any(name.startswith("t") for name in rule.splittable)
 
 
 @pytest.mark.parametrize("seed", range(2))

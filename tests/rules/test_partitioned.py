@@ -15,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_values, result_shapes, tensor_operands
 from passes.ir.op_work import global_flops
 from passes.ir.torch_compat import fresh_fakes
-from passes.layout.layout import RING, Layout, NodeLayouts
+from passes.layout.layout import KEYS, RING, Layout, NodeLayouts
 from passes.lower.partition import partition
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
@@ -228,6 +228,100 @@ def test_attention_within_a_window(mesh: MeshSpec, groups: int, length: int, win
         for split in s.splits
     }
     assert "s" in split and RING not in split
+
+
+def cache_masks(queries: int, seen: int, keys: int) -> dict[str, torch.Tensor | None]:
+    """By which the last of the queries sees the first `seen` of the keys, each before one less."""
+    shown = torch.arange(keys) <= torch.arange(seen - queries, seen)[:, None]
+    least = torch.finfo(torch.float64).min
+    floats = {"least": least, "infinite": -torch.inf}
+    bias = torch.linspace(-1, 1, keys).double()
+    masks = {name: bias.where(shown, value).expand(1, 1, queries, keys) for name, value in floats.items()}
+    return {"all": None, "bools": shown.expand(2, 1, queries, keys), **masks}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 2), (2, 2)])
+@pytest.mark.parametrize("kind", ["all", "bools", "least", "infinite"])
+@pytest.mark.parametrize(("queries", "seen", "keys"), [(1, 3, 8), (3, 4, 5), (2, 2, 2)])
+def test_keys_in_parts(
+    mesh: MeshSpec, heads: int, groups: int, kind: str, queries: int, seen: int, keys: int
+) -> None:
+    """Of a cache some ranks have what no query sees, or nothing."""
+    q, k, v = D.floats(2, heads, queries, 4), D.floats(2, groups, keys, 4), D.floats(2, groups, keys, 3)
+    flags = cache_masks(queries, seen, keys)[kind], False, 0.5
+    check_all(ops.attention.default, (q, k, v, *flags), mesh)
+    node = call_node(ops.attention.default, (q, k, v, *flags))
+    assert any(split.factor == KEYS for s in strategies_of(node, mesh) for split in s.splits)
+    out, lse = ops.attention.default(q, k, v, *flags)
+    grad = D.floats(*out.shape)
+    check_all(ops.attention_backward.default, (grad, q, k, v, flags[0], out, lse, *flags[1:]), mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 8), (5, 7), (1, 4)])
+def test_keys_in_parts_of_a_prompt(mesh: MeshSpec, heads: int, groups: int, queries: int, keys: int) -> None:
+    """Causal, before keys that are yet to come: some ranks have none that is seen."""
+    q, k, v = D.floats(1, heads, queries, 4), D.floats(1, groups, keys, 4), D.floats(1, groups, keys, 3)
+    flags = None, True, 0.5
+    check_all(ops.attention.default, (q, k, v, *flags), mesh)
+    node = call_node(ops.attention.default, (q, k, v, *flags))
+    assert any(split.factor == KEYS for s in strategies_of(node, mesh) for split in s.splits)
+    out, lse = ops.attention.default(q, k, v, *flags)
+    check_all(
+        ops.attention_backward.default, (D.floats(*out.shape), q, k, v, None, out, lse, True, 0.5), mesh
+    )
+
+
+def test_of_a_prompt_a_rank_multiplies_with_the_keys_that_are_seen() -> None:
+    """Of 6 queries and 12 keys: 4 with 4 behind each other and 2 behind these; 2 with 2; none."""
+    q, k = D.floats(1, 1, 6, 4), D.floats(1, 1, 12, 4)
+    args = q, k, k, None, True, 0.5
+    found = operations(ops.attention.default, args, MeshSpec({"a": 3}), KEYS)
+    each = 4 * 4.0
+    assert found == [each * (4 * 4 / 2 + 2 * 4), each * 2 * 2 / 2, 0.0]
+    way = rule_for(call_node(ops.attention.default, args)).splitting([KEYS])
+    pairs = [sum(way.work[KEYS](4 * rank, 4 * rank + 4)) * 6 * 6 / 2 for rank in range(3)]
+    assert [each * n for n in pairs] == pytest.approx(found)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_documents(mesh: MeshSpec, heads: int, groups: int, causal: bool, rows: int) -> None:
+    """As a mask of them says. Of some samples' keys a rank has none of a query's document."""
+    q, k, v = D.floats(2, heads, 7, 4), D.floats(2, groups, 7, 4), D.floats(2, groups, 7, 3)
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 2], [3, 1, 1, 1, 1, 1, 1]])[:rows].view(rows, 1, 7, 1)
+    seen = ids == ids.transpose(2, 3)
+    masked = q, k, v, seen.tril() if causal else seen, False, 0.5
+    args = q, k, v, None, causal, 0.5, 0, ids, ids
+    out, lse = ops.attention.default(*args)
+    torch.testing.assert_close((out, lse), ops.attention.default(*masked))
+    check_all(ops.attention.default, args, mesh)
+    grad = D.floats(*out.shape)
+    backward = grad, q, k, v, None, out, lse, causal, 0.5, 0, ids, ids
+    found = ops.attention_backward.default(*backward)
+    wanted = ops.attention_backward.default(grad, *masked[:4], out, lse, False, 0.5)
+    torch.testing.assert_close(found, wanted)
+    check_all(ops.attention_backward.default, backward, mesh)
+
+
+def test_of_keys_in_parts_what_is_found_moves_and_no_keys() -> None:
+    """A row of 8 and its log-sum-exp of each of 4 heads, of 32 keys."""
+    q, k = D.floats(1, 4, 1, 8), D.floats(1, 1, 32, 8)
+    node, mesh = call_node(ops.attention.default, (q, k, k, None, False, 0.5)), MeshSpec({"a": 4})
+    (strategy,) = (s for s in strategies_of(node, mesh) if [split.factor for split in s.splits] == [KEYS])
+    assert not any(layout.axes for layout in strategy.results)
+    for module in lowered(node, strategy, mesh):
+        moved = [n for n in module.graph.nodes if "c10d" in str(n.target) and "wait" not in str(n.target)]
+        assert [n.args[0].meta["val"].numel() for n in moved] == [4 * (8 + 1)]  # type: ignore[union-attr]
+
+
+def test_in_a_ring_of_three_the_one_in_the_middle_swaps_with_none() -> None:
+    x = D.floats(1, 1, 7, 4)
+    check_all(ops.attention.default, (x, x, x, None, True, 0.5), MeshSpec({"a": 3}))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -9,7 +9,7 @@ import torch
 
 from cost_model.errors import ShardingError
 from passes.layout.windows import Window
-from passes.rules.core.rule import Builder, Dim, Localize, OpCall, OpRule, TensorInfo
+from passes.rules.core.rule import Builder, Dim, Exchange, Localize, OpCall, OpRule, TensorInfo
 
 Dims = Sequence[Dim]
 
@@ -31,6 +31,7 @@ def assemble(
     linear: Iterable[frozenset[int]] = (),
     windows: Mapping[tuple[int, int], Window] | None = None,
     localize: Localize | None = None,
+    exchange: Exchange | None = None,
 ) -> OpRule:
     """The rule of one op.
 
@@ -60,6 +61,7 @@ def assemble(
         linear=tuple(dict.fromkeys(linear)),
         windows={place: window for place, window in windows.items() if cleaned[place[0]][place[1]]},
         localize=localize,
+        exchange=exchange,
     )
 
 

@@ -39,6 +39,10 @@ class Ring(Protocol):
         call it, as often as the others and in one order, also those that have nothing to send."""
         ...
 
+    def gathered(self, x: fx.Node) -> fx.Node:
+        """[ranks, *x.shape]: what all ranks call it with, of one shape, in their order."""
+        ...
+
 
 class LocalContext(Protocol):
     """What a rule's `localize` sees while one rank's op is emitted into that rank's graph."""
@@ -79,13 +83,24 @@ nodes (None for a result that the op was told not to compute) instead of one nod
 class Exchange:
     """Of an op that exchanges within itself what ranks have of `factor`, in torch.chunk's parts in mesh order.
 
-    round:   tensors, counted through operands and results, of which every rank has all parts one after the other.
-    swapped: those of which half of a part is exchanged before, or after, and was not by an op before.
+    round:    tensors, counted through operands and results, of which every rank has all parts one after the other.
+    swapped:  those of which half of a part is exchanged before, or after, and was not by an op before.
+    gathered: those of which every rank is told what all have found of their parts, with `width` numbers for one of it.
     """
 
     factor: str
-    round: tuple[int, ...]
-    swapped: tuple[int, ...]
+    round: tuple[int, ...] = ()
+    swapped: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
+    width: int = 1
+
+    def gathered_nbytes(self, ranks: int, nbytes: Callable[[Iterable[int]], int]) -> int:
+        """nbytes: of tensors of a rank."""
+        return ranks * self.width * nbytes(self.gathered)
+
+    def held_nbytes(self, ranks: int, nbytes: Callable[[Iterable[int]], int]) -> int:
+        """At least: a message on its way, or what all found."""
+        return nbytes(self.round) + self.gathered_nbytes(ranks, nbytes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,7 @@ class OpRule:
     localize:   emits this rank's op; None repeats the op on the local operands.
     others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
-    A factor in neither a result nor `reductions` must be in `whole`.
+    A factor in neither a result nor `reductions` must be in `whole`, or that of `exchange`.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -143,6 +158,7 @@ class OpRule:
             for dim in result:
                 assert all(f in self.sizes for f in dim), (dim, self.sizes)
         in_results = {f for result in self.results for dim in result for f in dim}
+        in_results |= {self.exchange.factor} if self.exchange is not None else set()
         for operand in self.operands:
             for dim in operand:
                 for factor in dim:
@@ -186,7 +202,7 @@ class OpRule:
     @property
     def chunked(self) -> frozenset[str]:
         """Factors that are split in no other way than torch.chunk's, in mesh order: layouts name experts by their axes
-        alone, and a ring is a process group."""
+        alone, and what exchanges is a process group."""
         return self.by_expert if self.exchange is None else self.by_expert | {self.exchange.factor}
 
     @property

@@ -1,4 +1,5 @@
-"""Attention, split in the batch, in heads, in queries, and round a ring (`passes.rules.plain.ring`).
+"""Attention, split in the batch, in heads, in queries, in keys (`passes.rules.plain.split_keys`), and round a ring
+(`passes.rules.plain.ring`).
 
 Grouped heads are split by heads of keys, each with all heads of queries that see it; or, more finely, by heads of
 queries, with keys whole. Of these a rank takes the heads of keys that its queries see. Where it has more heads of
@@ -25,14 +26,13 @@ from torch import fx
 
 from passes.ir.joint import node_value
 from passes.ir.op_schema import schema_arguments
-from passes.layout.layout import RING
-from passes.layout.windows import SlidingWindow
-from passes.ops.attention_window import keys_multiplied
+from passes.layout.layout import KEYS, RING
 from passes.rules.core.assemble import assemble, linear_sets
-from passes.rules.core.emit_op import again, argument, aten, global_tensor, is_empty
+from passes.rules.core.emit_op import again, aten, global_tensor, is_empty
 from passes.rules.core.rule import Dim, Exchange, LocalContext, Localize, OpCall, OpRule, Ring
-from passes.rules.plain.online import LENGTH, Online, added, call, visible
+from passes.rules.plain.online import LENGTH, Online, Seen, added, arguments, call, visible
 from passes.rules.plain.ring import ring_backward, ring_forward
+from passes.rules.plain.split_keys import split_keys_forward
 
 _DIMS = {
     "grad_out": "b h s e",
@@ -42,6 +42,8 @@ _DIMS = {
     "mask": "b h s t",
     "out": "b h s e",
     "lse": "b h s",
+    "documents": "b h s o",
+    "of_keys": "b h t o",
 }
 _BESIDE: Mapping[str, Dim] = {"t": ("s",)}
 _AROUND: Mapping[str, Dim] = {"s": (RING,), "t": (RING,)}
@@ -49,14 +51,16 @@ _AROUND: Mapping[str, Dim] = {"s": (RING,), "t": (RING,)}
 
 def attention(call: OpCall) -> OpRule:
     """b h s d, b g t d, b g t e, b h s t -> b h s e, b h s, where g is h, or h is (g r)"""
-    return _attention(call, ("out", "lse"), {}, (), (_forward, ring_forward))
+    return _attention(call, ("out", "lse"), {}, (), (_forward, ring_forward, split_keys_forward))
 
 
 def attention_backward(call: OpCall) -> OpRule:
     """grad_out, q, k, v, mask, out, lse -> b h s d, b g t d, b g t e; s: sum; heads of queries: sum"""
     # out and lse are fixed, so the softmax's gradient is linear in grad_out
     linear = linear_sets(call, "grad_out")
-    return _attention(call, ("q", "k", "v"), {"s": "sum"}, linear, (_backward, ring_backward))
+    return _attention(
+        call, ("q", "k", "v"), {"s": "sum", KEYS: "sum"}, linear, (_backward, ring_backward, again)
+    )
 
 
 def _attention(
@@ -64,12 +68,13 @@ def _attention(
     results: Sequence[str],
     reductions: dict[str, str],
     linear: tuple[frozenset[int], ...],
-    localize: tuple[Localize, Localize],
+    localize: tuple[Localize, Localize, Localize],
 ) -> OpRule:
     names = [name for name in call.arguments if name in _DIMS and call[name] is not None]
     queries, keys = (call.tensor(name).shape[LENGTH] for name in "qk")
     heads, groups = (call.tensor(name).shape[HEADS] for name in "qk")
-    if heads != groups and reductions:
+    is_backward = bool(reductions)
+    if heads != groups and is_backward:
         reductions = {**reductions, "h": "sum", "r": "sum"}
 
     def rule(words: Mapping[str, Dim], *whole: str, **more: Any) -> OpRule:
@@ -92,63 +97,46 @@ def _attention(
             # A window is long, and to bring its keys takes less time than to compute them again.
             return [replace(halo, work={"s": seen.in_halo}, chains=False)]
         in_parts = replace(rule(words, *whole), work={"s": seen.in_parts}, localize=localize[0])
-        if queries != keys:
+        if queries != keys or call["documents"] is not None:
             return [in_parts]
         ring = rule({**words, **_AROUND}, *whole)
-        return [in_parts, replace(ring, work={RING: seen.in_ring}, exchange=exchange, localize=localize[1])]
+        return [
+            in_parts,
+            replace(ring, work={RING: seen.in_ring}, exchange=around_ring, localize=localize[1]),
+        ]
+
+    def of_keys_in_parts(words: Mapping[str, Dim], unless: tuple[str, ...]) -> list[OpRule]:
+        """Of what is causal the ring is for, but of a prompt before keys that are yet to come."""
+        if keys == 1 or (causal and (masked or seen.window or queries >= keys or is_backward)):
+            return []
+        # A row of the result beside its log-sum-exp, in the dtype of that.
+        told = () if is_backward else (every.index("lse"),)
+        exchange = Exchange(KEYS, gathered=told, width=call.tensor("v").shape[-1] + 1)
+        way = rule({**words, "t": (KEYS,)}, *["s"] * causal, exchange=exchange)
+        work = {KEYS: seen.in_keys} if causal else {}
+        return [replace(way, work=work, localize=localize[2], unless=unless)]
 
     causal, masked = call["is_causal"], call["mask"] is not None
-    seen = _Seen(queries, keys, call["window"])
+    seen = Seen(queries, keys, call["window"])
     every = (*names, *results)
     around = tuple(i for i, name in enumerate(every) if name in ("k", "v"))
     of_keys = [(i, LENGTH) for i in around]
     # The forward swaps what it is given, the backward what it is given beside that.
     swapped = tuple(
-        i for i, name in enumerate(every) if i >= len(names) or not reductions or name not in "qkv"
+        i for i, name in enumerate(every) if i >= len(names) or not is_backward or name not in "qkv"
     )
-    exchange = Exchange(RING, around, swapped)
+    around_ring = Exchange(RING, around, swapped)
     if groups in (1, heads):
-        found = [replace(way, unless=("b", "h")) for way in ways({"g": ("h",)})]
+        alike: dict[str, Dim] = {"g": ("h",)}
+        found = [replace(way, unless=("b", "h")) for way in ways(alike)]
+        found += of_keys_in_parts(alike, ("b", *["h"] * (groups > 1)))
     else:
         by_group = ways({"h": ("g", "r")})
         finer = [replace(way, refines="g", localize=within_groups(way.localize)) for way in ways({}, "g")]
         pairs = zip(by_group, finer, strict=True)
         found = [replace(way, unless=("b", "g")) for way in itertools.chain(*pairs)]
+        found += of_keys_in_parts({"h": ("g", "r")}, ("b", "g"))
     return replace(found[0], others=tuple(found[1:]))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Of the pairs of a causal query and a key that it sees, the parts of queries [lo, hi), by call. window: how many
-    keys, its own the last, a query sees; 0: all."""
-
-    queries: int
-    keys: int
-    window: int
-
-    @property
-    def halo(self) -> SlidingWindow:
-        return SlidingWindow(self.keys, self.window, before=self.window - 1 - (self.keys - self.queries))
-
-    def in_halo(self, lo: int, hi: int) -> Sequence[float]:
-        first, last = self.halo.reads(lo, hi)
-        with_keys = [keys_multiplied(keys, self.window) for keys in (last - first, self.keys)]
-        return ((hi - lo) * with_keys[0] / (self.queries * with_keys[1]),)
-
-    def in_parts(self, lo: int, hi: int) -> Sequence[float]:
-        before, all_pairs = min(lo, self.keys) * (hi - lo), self._pairs(self.queries)
-        return before / all_pairs, (self._pairs(hi) - self._pairs(lo) - before) / all_pairs
-
-    def in_ring(self, lo: int, hi: int) -> Sequence[float]:
-        """With its own keys a half and two squares cut in half; in every other round as much."""
-        if hi == lo:
-            return (0.0,)
-        part = (hi - lo) / self.queries
-        return *(part * part * share for share in (0.5, 0.25, 0.25)), *[part * part] * (round(1 / part) - 1)
-
-    def _pairs(self, count: int) -> float:
-        square = min(count, self.keys)
-        return square * square / 2 + (count - square) * self.keys
 
 
 def _forward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
@@ -157,7 +145,7 @@ def _forward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
     queries, keys = [ctx.interval("s")], [(0, global_tensor(ctx, "k").shape[LENGTH])]
     found = Online(ctx, queries)
     for product in visible(queries, keys):
-        found.add(product, call(ctx, product, {name: argument(ctx, name) for name in "qkv"}))
+        found.add(product, call(ctx, product, arguments(ctx, *"qkv")))
     return found.results()
 
 
@@ -165,7 +153,7 @@ def _backward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
     if not ctx.is_split("s") or is_empty(ctx, "s"):
         return again(ctx)
     queries, keys = [ctx.interval("s")], [(0, global_tensor(ctx, "k").shape[LENGTH])]
-    given = {name: argument(ctx, name) for name in ("grad_out", "q", "k", "v", "out", "lse")}
+    given = arguments(ctx, "grad_out", "q", "k", "v", "out", "lse")
     parts = [(product, call(ctx, product, given)) for product in visible(queries, keys)]
     spans = [(product.queries, product.keys, product.keys) for product, _ in parts]
     return tuple(

@@ -12,7 +12,9 @@ from torch import fx
 
 from passes.ir.joint import node_value
 from passes.layout.layout import Span
-from passes.rules.core.emit_op import again, aten, filled, global_tensor
+from passes.layout.windows import SlidingWindow
+from passes.ops.attention_window import keys_multiplied
+from passes.rules.core.emit_op import again, argument, aten, filled, global_tensor
 from passes.rules.core.rule import LocalContext
 
 LENGTH = 2
@@ -26,6 +28,46 @@ class Product:
     queries: Span
     keys: Span
     causal: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of the pairs of a causal query and a key that it sees, the parts of queries [lo, hi), by call. window: how many
+    keys, its own the last, a query sees; 0: all."""
+
+    queries: int
+    keys: int
+    window: int
+
+    @property
+    def halo(self) -> SlidingWindow:
+        return SlidingWindow(self.keys, self.window, before=self.window - 1 - (self.keys - self.queries))
+
+    def in_halo(self, lo: int, hi: int) -> Sequence[float]:
+        first, last = self.halo.reads(lo, hi)
+        with_keys = [keys_multiplied(keys, self.window) for keys in (last - first, self.keys)]
+        return ((hi - lo) * with_keys[0] / (self.queries * with_keys[1]),)
+
+    def in_parts(self, lo: int, hi: int) -> Sequence[float]:
+        before, all_pairs = min(lo, self.keys) * (hi - lo), self._pairs(self.queries)
+        return before / all_pairs, (self._pairs(hi) - self._pairs(lo) - before) / all_pairs
+
+    def in_keys(self, lo: int, hi: int) -> Sequence[float]:
+        """Of keys: queries behind them see all, those of the same positions a half."""
+        first, last = min(lo, self.queries), min(hi, self.queries)
+        pairs = (self.queries - last) * (hi - lo), (last - first) ** 2 / 2
+        return tuple(part / self._pairs(self.queries) for part in pairs if part) or (0.0,)
+
+    def in_ring(self, lo: int, hi: int) -> Sequence[float]:
+        """With its own keys a half and two squares cut in half; in every other round as much."""
+        if hi == lo:
+            return (0.0,)
+        part = (hi - lo) / self.queries
+        return *(part * part * share for share in (0.5, 0.25, 0.25)), *[part * part] * (round(1 / part) - 1)
+
+    def _pairs(self, count: int) -> float:
+        square = min(count, self.keys)
+        return square * square / 2 + (count - square) * self.keys
 
 
 def visible(queries: Sequence[Span], keys: Sequence[Span]) -> list[Product]:
@@ -54,10 +96,16 @@ def placed(pieces: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
         at += hi - lo
 
 
+def arguments(ctx: LocalContext, *names: str) -> dict[str, fx.Node]:
+    """Those that there are, with what says of which documents queries and keys are."""
+    found = {name: argument(ctx, name) for name in (*names, "documents", "of_keys")}
+    return {name: x for name, x in found.items() if x is not None}
+
+
 def call(ctx: LocalContext, product: Product, given: Mapping[str, fx.Node]) -> list[fx.Node]:
     """Results of the op of some queries and some keys. given: of all that is at hand, by argument."""
     changes = {
-        name: cut(ctx, x, product.keys if name in ("k", "v") else product.queries)
+        name: cut(ctx, x, product.keys if name in ("k", "v", "of_keys") else product.queries)
         for name, x in given.items()
     }
     made = again(ctx, is_causal=product.causal, **changes)
@@ -117,13 +165,23 @@ class Online:
     def results(self) -> tuple[fx.Node, fx.Node]:
         """out and lse of all pieces."""
         ctx, dtype = self._ctx, node_value(self._ctx.node).dtype
-        if not self._found:
+        if not self._places:
             out, lse = (node_value(ctx.node, i) for i in (0, 1))
             return filled(ctx, ctx.result_shape(0), 0, out), filled(ctx, ctx.result_shape(1), 0, lse)
-        found = [self._found[place] for place in self._places]
+        found = [self._found.get(place) or self._unseeing(place) for place in self._places]
         return joined(ctx, [cast(ctx, out, dtype) for out, _ in found]), joined(
             ctx, [lse for _, lse in found]
         )
+
+    def _unseeing(self, place: Span) -> tuple[fx.Node, fx.Node]:
+        """Of queries that see none of the keys."""
+        ctx, least = self._ctx, torch.finfo(node_value(self._ctx.node, 1).dtype).min
+        shapes = ([*s[:LENGTH], place[1] - place[0], *s[LENGTH + 1 :]] for s in map(ctx.result_shape, (0, 1)))
+        out, lse = (
+            filled(ctx, shape, value, node_value(ctx.node, i))
+            for i, (shape, value) in enumerate(zip(shapes, (0, least), strict=True))
+        )
+        return out, lse
 
 
 def added(

@@ -4,11 +4,12 @@ others; with the index split, the additive ops leave a pending sum (and one rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from passes.ir.joint import tensor_operands
+from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_traits import is_zeros
 from passes.rules.core.assemble import assemble, linear_sets, whole_rule
 from passes.rules.core.emit_op import (
@@ -21,6 +22,8 @@ from passes.rules.core.emit_op import (
     global_tensor,
     is_empty,
     local_index,
+    positions,
+    with_ones,
     zero_where,
 )
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
@@ -55,15 +58,15 @@ def _embedding_backward(ctx: LocalContext) -> fx.Node:
     padding = argument(ctx, "padding_idx")
     if low <= padding < high:
         outside = ctx.call(aten.logical_or.default, outside, ctx.call(aten.eq.Scalar, index, padding))
-    rows = _or_behind(ctx, rows, outside, "indices")
+    rows = _or_behind(ctx, rows, outside)
     table = again(ctx, indices=rows, num_weights=high - low + 1, padding_idx=high - low)
     return ctx.call(aten.slice.Tensor, table, 0, 0, high - low)
 
 
-def _or_behind(ctx: LocalContext, rows: fx.Node, outside: fx.Node, name: str) -> fx.Node:
-    """`rows`, of the index `name`, and where `outside` holds the one behind this rank's last."""
+def _or_behind(ctx: LocalContext, rows: fx.Node, outside: fx.Node) -> fx.Node:
+    """`rows`, and where `outside` holds the one behind this rank's last."""
     low, high = ctx.interval("v")
-    behind = filled(ctx, [], high - low, global_tensor(ctx, name))
+    behind = filled(ctx, [], high - low, node_value(rows))
     return ctx.call(aten.where.self, outside, behind, rows)
 
 
@@ -129,13 +132,17 @@ def _scatter(ctx: LocalContext) -> fx.Node:
     """What other ranks write goes to an extra row that is cut off."""
     if not ctx.is_split("v"):
         return again(ctx)
+    dim = argument(ctx, "dim") % global_tensor(ctx, "self").ndim
+    rows = _or_behind(ctx, *local_index(ctx, argument(ctx, "index"), "v"))
+    return _with_one_more(ctx, dim, index=rows)
+
+
+def _with_one_more(ctx: LocalContext, dim: int, **changes: Any) -> fx.Node:
+    """The op on rows of `dim` of which there is one more, that is cut off."""
     low, high = ctx.interval("v")
-    ndim = global_tensor(ctx, "self").ndim
-    dim = argument(ctx, "dim") % ndim
-    pads = [0, 0] * (ndim - 1 - dim) + [0, 1]
+    pads = [0, 0] * (global_tensor(ctx, "self").ndim - 1 - dim) + [0, 1]
     padded = ctx.call(aten.constant_pad_nd.default, argument(ctx, "self"), pads, 0)
-    rows = _or_behind(ctx, *local_index(ctx, argument(ctx, "index"), "v"), "index")
-    return ctx.call(aten.slice.Tensor, again(ctx, self=padded, index=rows), dim, 0, high - low)
+    return ctx.call(aten.slice.Tensor, again(ctx, self=padded, **changes), dim, 0, high - low)
 
 
 def scatter_reduce(call: OpCall) -> OpRule:
@@ -160,7 +167,7 @@ def index_add(call: OpCall) -> OpRule:
 
 
 def index_put(call: OpCall) -> OpRule:
-    """a v b, *t, a *t b -> a v b; *t: sum if it accumulates, else v and *t are whole."""
+    """a v b, *t, a *t b -> a v b; *t: sum if it accumulates, else whole."""
     source, values = call.tensor("self"), call.tensor("values")
     named = IndexDims.of(source, call["indices"])
     if named is None:
@@ -171,7 +178,30 @@ def index_put(call: OpCall) -> OpRule:
         [named.source, *named.indices, named.result[len(named.result) - values.ndim :]],
         [named.source],
         reductions=dict.fromkeys(named.names, "sum") if adds else {},
-        whole=named.whole if adds else ["v", *named.names, *named.whole],
+        whole=named.whole if adds else [*named.names, *named.whole],
         linear=linear_sets(call, "self values") if adds else (),
-        localize=_adding("indices", "values", named.names, named.after) if adds else None,
+        localize=_adding("indices", "values", named.names, named.after) if adds else _writing(named.after),
     )
+
+
+def _writing(after: int) -> Localize:
+    """`after`: dims of the values that follow the index's."""
+
+    def localize(ctx: LocalContext) -> fx.Node:
+        if not ctx.is_split("v"):
+            return again(ctx)
+        if is_empty(ctx, "v"):
+            return argument(ctx, "self")
+        changes, outside = own_rows(ctx, "indices", 0)
+        rows: list[Any] = changes["indices"]
+        at = next(i for i, index in enumerate(rows) if index is not None)
+        rows[at] = _or_behind(ctx, rows[at], outside)
+        if node_value(rows[at]).shape != (1,):
+            return _with_one_more(ctx, at, indices=rows)
+        # A row is written as the rest is copied.
+        low, high = ctx.interval("v")
+        here = ctx.call(aten.eq.Tensor, positions(ctx, 0, high - low), rows[at])
+        values = argument(ctx, "values")
+        return ctx.call(aten.where.self, with_ones(ctx, here, after), values, argument(ctx, "self"))
+
+    return localize
