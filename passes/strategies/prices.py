@@ -233,7 +233,7 @@ class Prices:
             return 0.0
         exchange, axes, nbytes = ring
         if told := exchange.gathered_nbytes(self.mesh.size(*axes), nbytes):  # a kernel before and one behind
-            merging = 2.0 * self.compute.op_seconds(0.0, told, "float32", None)
+            merging = 2.0 * self.compute.work_seconds(KernelWork(0.0, told, "float32", None))
             return merging + self.redistributor.collective_seconds("all_gather", axes, told)
         moved = lambda tensors: self.redistributor.collective_seconds("point_to_point", axes, nbytes(tensors))
         ranks, results = self.mesh.size(*axes), [t for t in exchange.swapped if t >= len(strategy.operands)]
