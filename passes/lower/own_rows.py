@@ -56,7 +56,13 @@ def _counted(node: fx.Node) -> Counted | None:
     if node.target in (routes, aten.index_put.default):
         return None
     if node.target is aten.index.Tensor:
-        return next((n.meta["counted"] for n in node.args[1] if "counted" in n.meta), None)  # type: ignore[union-attr]
+        indices = [*enumerate(node.args[1])]  # type: ignore[arg-type]
+        counted = [
+            (i, n.meta["counted"]) for i, n in indices if isinstance(n, fx.Node) and "counted" in n.meta
+        ]
+        if counted:
+            (place, (dim, number)), *_ = counted
+            return place + dim, number
     if node.target in (exchange_rows, add_rows):
         return tensor_at(node, 1 if node.target is exchange_rows else 2).meta.get("counted")
     read = [n.meta["counted"] for n in node.all_input_nodes if "counted" in n.meta]
@@ -114,10 +120,10 @@ class OwnRows(Sorting):
         return super()._in_order(node)
 
     def _taken(self, value: fx.Node, places: fx.Node) -> fx.Node:
-        n, count = len(self._shape), int_at(value, 6) if value.target is sent else 0
-        if not count or int_at(value, 2) >= n - (count > 1):
+        n, alike = len(self._shape), value.target is sent and int_at(value, 6) > 1
+        if value.target is not sent or int_at(value, 2) >= n - alike:
             return super()._taken(value, places)
-        part = tensor_at(value, 1)
+        part, count = tensor_at(value, 1), self._shape[-1] if alike else 1
         routes, emit = self._routes(value, count), self._emit
         tokens = emit(value, aten.select.int, part, n - 1, 0) if count > 1 else part
         dims = shape_of(part)[n:]
