@@ -97,6 +97,16 @@ def _answer(settings: WorkerSettings, request: Request) -> Reply:
             return _call(lambda: fn(settings.rank, *args, **kwargs))
     except BaseException:
         return Reply(error=traceback.format_exc(), failed_at=time.monotonic())
+    finally:
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Meshes of parallel models end with the group. A later one that is equal would be taken for one of them, on those
+    ranks of the pool alone that have run as many tests."""
+    whole_ops = sys.modules.get("autoshard.runtime.whole_ops")
+    if whole_ops is not None:
+        whole_ops._OURS.clear()
 
 
 def _call(body: Callable[[], Any]) -> Reply:
