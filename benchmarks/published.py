@@ -48,11 +48,17 @@ DEPTHS = (3, 5)
 
 @dataclass(frozen=True)
 class ByHand:
-    """A step as it was run. seconds: of the plan; beside: of what is in no plan; nbytes: at its peak."""
+    """A step as it was run. seconds: of the plan; beside: of what is in no plan; peak: bytes of tensors; reserve: bytes
+    beside them, of communicators, which do not grow with depth."""
 
     seconds: float
     beside: float
-    nbytes: float
+    peak: float
+    reserve: float
+
+    @property
+    def nbytes(self) -> float:
+        return self.peak + self.reserve
 
     @property
     def total(self) -> float:
@@ -64,7 +70,8 @@ class ByHand:
         return ByHand(
             further(self.seconds, deeper.seconds),
             further(self.beside, deeper.beside),
-            further(self.nbytes, deeper.nbytes),
+            further(self.peak, deeper.peak),
+            max(self.reserve, deeper.reserve),
         )
 
 
@@ -105,8 +112,9 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> ByHand:
     extra = sum(beside(row, layers or depth(row), prices.compute).values())
     sends = as_fsdp_sends(row, layers or depth(row), prediction, prices)
     assert prediction.memory is not None
-    nbytes = as_fsdp_holds(prediction.memory, row.accumulation) + plan_reserve(mesh, planned.collectives)
-    return ByHand(prediction.seconds, row.accumulation * (extra + sends), nbytes)
+    peak = as_fsdp_holds(prediction.memory, row.accumulation)
+    reserve = plan_reserve(mesh, planned.collectives)
+    return ByHand(prediction.seconds, row.accumulation * (extra + sends), peak, reserve)
 
 
 def as_it_ran(row: Row, joint: JointGraph) -> JointGraph:
