@@ -204,7 +204,7 @@ def global_call(
         layouts[position] = layout
         tensors[position] = _stand_in(tensor, shape)
     if counts_as_in_order(key, in_placements, batch_axes):
-        tensors = [_in_order(tensor) for tensor in tensors]
+        tensors = [in_order(tensor) for tensor in tensors]
     new_args, new_kwargs = unflatten(key.tree, tensors)
     return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors), dtensors)
 
@@ -255,7 +255,8 @@ def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return stand_in.requires_grad_(tensor.requires_grad)
 
 
-def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, as parts count."""
     if tensor.is_contiguous():
         return tensor
     return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)

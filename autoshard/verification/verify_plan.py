@@ -13,7 +13,7 @@ from torch import nn
 
 from autoshard.arguments import checked_model
 from autoshard.call_ends import autocast_as
-from autoshard.global_call import GlobalCall, as_call
+from autoshard.global_call import GlobalCall, as_call, in_order
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.planning import canonical_capture
@@ -178,9 +178,14 @@ def _verified(
     programs: StagePrograms | None = None,
 ) -> VerifyReport:
     """programs: that run in place of the plan's own."""
-    args, kwargs = call
     captured = _captured(model, plan, call, autocast)
     planned = planned_graph(captured, plan)
+    if graph_hash(planned) != plan.origin.graph_hash:
+        given, key = flatten_call(*call)
+        call = unflatten(key.tree, [in_order(tensor) for tensor in given])
+        captured = _captured(model, plan, call, autocast)
+        planned = planned_graph(captured, plan)
+    args, kwargs = call
     plan.check_graph(planned)
     cut = cut_for_stages(planned, plan.micro_batches) if plan.axis else planned
     joint = captured.joint

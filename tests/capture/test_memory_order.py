@@ -201,3 +201,22 @@ def test_a_program_for_all_sizes_is_made_of_a_call_that_lies_so(
     plan = find_plan(model, MeshSpec({"dp": 2}), (x,), profile=slow_compute())
     report = verify(model, plan, (x,), sizes=[{"batch": 8}, {"batch": 12}, {"batch": 10}])
     assert report.ok and ALL_SIZES in by
+
+
+def test_a_plan_of_parts_is_verified_by_inputs_that_lie_in_any_order() -> None:
+    """Parts count as contiguous: the whole inputs, one of them a row repeated, are taken so as well."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(1, 3, batch_first=True)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.gru(y)[0].square().mean() + x.sum()
+
+    model, x = Steps().double(), torch.randn(4, 2).double()
+    y = torch.randn(1, 1, 1).double().expand(3, 1, 1)
+    mesh = MeshSpec({"dp": 2})
+    plan = find_plan(model, mesh, (x[:2], y), in_placements=([Shard(0)], None), profile="cpu")
+    report = verify(model, plan, (x, y))
+    assert report.ok and report.max_error < 1e-12
