@@ -78,7 +78,7 @@ def _is_true(node: fx.Node) -> bool:
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
     """What `and` joins, through views that add and drop dims of 1."""
     source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and (is_use(node) or _is_same_in_order(node, source)):
+    if isinstance(source, fx.Node) and (is_use(node) or is_same_in_order(node, source)):
         yield from _terms(source)
     elif node.target in _JOINING:
         for operand in node.all_input_nodes:
@@ -87,7 +87,8 @@ def _terms(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _is_same_in_order(node: fx.Node, source: fx.Node) -> bool:
+def is_same_in_order(node: fx.Node, source: fx.Node) -> bool:
+    """Whether it is `source` with dims of 1 added or dropped."""
     if node.target is not aten.reshape.default:
         return False
     before, after = ([n for n in shape_of(x) if n != 1] for x in (source, node))

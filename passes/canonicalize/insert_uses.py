@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 import passes.ops.attention_op  # pyright: ignore[reportUnusedImport]  (registers autoshard::attention)
 import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
-from passes.canonicalize.document_masks import documents_of, is_constant
+from passes.canonicalize.document_masks import documents_of, is_constant, is_same_in_order
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
-from passes.ir.graph_pass import GraphPass, erase_dead, shape_of, tensor_at
+from passes.ir.graph_pass import GraphPass, erase_dead, tensor_at
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, Property, described
 from passes.ir.joint import JointGraph, ancestors, node_value, tensor_operands
 from passes.ir.op_traits import is_pointwise, is_use, when_read
@@ -131,10 +131,7 @@ def _is_part_of_larger(node: fx.Node) -> bool:
         ends = sizes_in([end])
         return not sizes_in([start, step, *(end - size for size in ends)]) and len(ends) < 2
     if node.target is aten.reshape.default:
-        before, after = (
-            [n for n in shape if n != 1] for shape in (shape_of(tensor_at(node)), shape_of(node))
-        )
-        return before == after
+        return is_same_in_order(node, tensor_at(node))
     if node.target in (aten.permute.default, aten.expand.default):
         return True
     creates = node.target is aten.full.default

@@ -85,13 +85,12 @@ def _ended(target: Any, ids: tuple[int, ...], experts: int) -> str:
     return sum_of(Choice(ids[-1], experts)) if target is ours.sum_rows.default else "sum"
 
 
-def _copied(value: fx.Node, ids: tuple[int, ...]) -> bool:
-    """Whether all rows of a token are one, also looked at through uses."""
-    while is_use(value):
-        value = tensor_at(value)
+def is_copied(value: fx.Node, ids: tuple[int, ...]) -> bool:
+    """Whether the rows of each token are one, several times. ids: their shape."""
     n, rows = len(ids), shape_of(value)
-    once = (*rows[: n - 1], 1, *rows[n:])
-    return value.target is aten.expand.default and ids[-1] > 1 and shape_of(tensor_at(value)) == once
+    if value.target is not aten.expand.default or rows[n - 1] == 1:
+        return False
+    return shape_of(tensor_at(value)) == (*rows[: n - 1], 1, *rows[n:])
 
 
 LAST: tuple[GraphPass, ...] = (EndRows(), InsertUses(), MarkRows())
@@ -136,8 +135,10 @@ class Region:
 
     def _pending(self, operand: fx.Node) -> str:
         """How it is, where its rows count on the ranks of their experts."""
-        shape = shape_of(self.ids)
-        copied = operand not in self.rows and _copied(operand, shape)
+        shape, made = shape_of(self.ids), operand
+        while is_use(made):
+            made = tensor_at(made)
+        copied = operand not in self.rows and is_copied(made, shape)
         return copies_of(Choice(shape[-1], self.experts)) if copied else ROUTED
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.canonicalize.mark_rows import Region, leading
+from passes.canonicalize.mark_rows import Region, is_copied, leading
 from passes.compile.join_linears import OpWriter
 from passes.ir.graph_pass import int_at, shape_of, tensor_at
 from passes.ir.joint import tensor_operands
@@ -131,11 +131,9 @@ class Sorting:
     def _taken(self, value: fx.Node, places: fx.Node) -> fx.Node:
         """Its rows at `places`. Of rows that are one row of a token several times, that one."""
         emit, source, n = self._emit, value, len(self._shape)
-        if value.target is aten.expand.default:
-            token, shape = shape_of(tensor_at(value)), shape_of(value)
-            if shape[n - 1] > 1 and token == (*shape[: n - 1], 1, *shape[n:]):
-                source = tensor_at(value)
-                places = emit(value, aten.floor_divide.default, places, shape[n - 1])
+        if is_copied(value, self._shape):
+            source = tensor_at(value)
+            places = emit(value, aten.floor_divide.default, places, self._shape[-1])
         rows = emit(
             value, aten.reshape.default, source, [math.prod(shape_of(source)[:n]), *shape_of(source)[n:]]
         )

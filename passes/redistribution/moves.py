@@ -136,9 +136,10 @@ class Moves:
         """Rows to the ranks of their experts, and back. Ranks share experts over all their axes at once. The last dim
         is no row's place."""
         last = len(self.dims) - 1
-        few = tuple(axis for axis in self.mesh.names if _is_sum_of_rows(dict(state.partial).get(axis, "")))
+        sums = {axis: Choice.of(op) for axis, op in state.partial if op.startswith("sum")}
+        few = tuple(axis for axis in self.mesh.names if sums.get(axis))
         if few:
-            (choice,) = {Choice.of(op) for axis, op in state.partial if axis in few}
+            (choice,) = {sums[axis] for axis in few}
             left = State(state.splits, tuple(p for p in state.partial if p[0] not in few))
             yield NextStep(ToSum, few, (), "", _with_partial(left, few, "sum"))
             ways = self.mesh.size(*few)
@@ -187,10 +188,6 @@ def _runs(units: list[Unit]) -> Iterator[tuple[str, ...]]:
 
 def _routed(state: State) -> list[str]:
     return [axis for axis, op in state.partial if op.startswith(ROUTED)]
-
-
-def _is_sum_of_rows(op: str) -> bool:
-    return op.startswith("sum") and Choice.of(op) is not None
 
 
 def _with_partial(state: State, axes: tuple[str, ...], op: str) -> State:
