@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.call_ends import output_layouts
 from autoshard.plan.division import Division
-from autoshard.plan.family_choices import family_narrowing, made_of_experts
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planner.configuration import Configuration, Recompute
+from autoshard.planner.configured_layouts import configured_narrowing
 from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
@@ -28,11 +26,9 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
 from passes.ir.joint import JointGraph, node_value
-from passes.ir.op_traits import is_cast, is_collect, is_use, is_view
 from passes.ir.op_work import global_flops
-from passes.layout.layout import Layout, NodeLayouts
+from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
-from passes.search.search_terms import Choose, Narrowing
 from passes.states.offers import users_choice
 
 _PEAKS = {"h100": 989e12, "a100": 312e12}
@@ -216,10 +212,7 @@ def _task(
     captured: Captured, cut: JointGraph, mesh: MeshSpec, configuration: Configuration, machine: Machine
 ) -> Task:
     """cut: the graph in its micro-batches, of which stages are cut later."""
-    joint, family = captured.joint, configuration.family
-    narrowing = Narrowing() if family is None else family_narrowing(family, cut, mesh)
-    narrowing = replace(narrowing, allowed={**narrowing.allowed, **_as_frameworks_do(cut, configuration)})
-    inputs = {}
+    joint, inputs = captured.joint, {}
     if joint.pieces == 1:
         split = dict.fromkeys(configuration.batch_axes, Shard(0)) | {"cp": Shard(1)}
         rows = [split.get(axis, Replicate()) for axis in mesh.names]
@@ -231,53 +224,6 @@ def _task(
         machine.task(captured, mesh, inputs),
         memory_limit=None,
         backend="inductor" if configuration.compiled else "uncompiled",
-        narrowing=narrowing,
+        narrowing=configured_narrowing(cut, mesh, configuration),
         recompute="user",
     )
-
-
-def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mapping[str, Choose]:
-    """Every rank makes gradients of its own part of the batch, to be summed over the data-parallel ranks. Of what
-    micro-batches share: weights are gathered in each, and gradients reduced; or once, before and after."""
-    found: dict[str, Choose] = {}
-    summed = {*configuration.batch_axes, *configuration.stored_axes}
-    summed |= {"cp"} if configuration.context > 1 else set()
-    stored, by_expert = frozenset(configuration.stored_axes), frozenset(configuration.expert_axes)
-    experts = made_of_experts(joint) if by_expert else frozenset()
-    named = {spec.name for node, spec in joint.given if node in experts}
-    for spec, node in joint.returned:
-        if spec.kind == "grad" and node is not None:
-            axes = summed - by_expert if spec.name in named else summed
-            found[_made(node).name] = _most(
-                lambda one, axes=axes: len(axes & {axis for axis, _ in one.partial})
-            )
-    for node in joint.graph.nodes if stored else ():
-        if is_use(node) and node.meta.get("runs") == "before":
-            axes, sign = (
-                stored - by_expert if node in experts else stored,
-                1 if configuration.each_piece else -1,
-            )
-            found[node.name] = _most(lambda one, axes=axes, sign=sign: sign * len(axes & _splits(one)))
-        elif is_collect(node) and configuration.each_piece:
-            found[node.name] = _most(lambda one: len(stored & _splits(one)))
-    return found
-
-
-def _splits(layout: Layout) -> frozenset[str]:
-    """Axes that split a dim: not those over which it is a sum to come."""
-    return frozenset(itertools.chain(*layout.dims))
-
-
-def _made(gradient: fx.Node) -> fx.Node:
-    """Where it is made, before it is cast, viewed or added to those of other pieces."""
-    while is_collect(gradient) or is_view(gradient) or is_cast(gradient):
-        gradient = gradient.all_input_nodes[0]
-    return gradient
-
-
-def _most(good: Callable[[Layout], int]) -> Choose:
-    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
-        found = [good(strategy.results[0]) for strategy in strategies]
-        return [i for i, count in enumerate(found) if count == max(found)]
-
-    return choose

@@ -30,7 +30,7 @@ from passes.ir.routing import BALANCED, Choice
 from passes.layout.layout import nested_sizes
 from passes.lower.row_order import Sorting
 from passes.ops.routed_ops import READ_ROWS, ROUTED
-from passes.ops.sent_rows import add_rows, exchange_rows, returned, routes, sent
+from passes.ops.sent_rows import add_rows, exchange_rows, own_spans, returned, routes, sent
 from passes.schedule.schedule import behind_ids
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
@@ -120,8 +120,8 @@ class OwnRows(Sorting):
         return super()._in_order(node)
 
     def _taken(self, value: fx.Node, places: fx.Node) -> fx.Node:
-        n, alike = len(self._shape), value.target is sent and int_at(value, 6) > 1
-        if value.target is not sent or int_at(value, 2) >= n - alike:
+        n, alike = len(self._shape), value.target is sent and int_at(value, 7) > 1
+        if value.target is not sent or max(ints_at(value, 2)) >= n - alike:
             return super()._taken(value, places)
         part, count = tensor_at(value, 1), self._shape[-1] if alike else 1
         routes, emit = self._routes(value, count), self._emit
@@ -151,14 +151,15 @@ class OwnRows(Sorting):
 
     def _routes(self, mark: fx.Node, count: int) -> _Routes:
         args: tuple[Any, ...] = mark.args
-        dim, sizes, index, ways = args[2:6]
-        key = (dim, count, *sizes)
+        dims, sizes, parts, index, ways = args[2:7]
+        key = (count, *dims, *parts, *sizes)
         if key not in self.routes:
-            experts, ranks = list(nested_sizes(self.experts, tuple(ways))), len(sizes)
-            read = self._ids, self._order, dim, sizes, index, experts, count
+            experts, ranks = list(nested_sizes(self.experts, tuple(ways))), math.prod(parts)
+            read = self._ids, self._order, dims, sizes, parts, index, experts, count
             wanted = Choice(count, self.experts).ranks(ranks)
             tokens = self._length // count
-            own = tokens // max(1, self._shape[dim]) * sizes[index]
+            lengths = {dim: length for dim, (_, length) in own_spans(dims, sizes, parts, index).items()}
+            own = math.prod(lengths.get(d, n) for d, n in enumerate(self._shape)) // count
             with self.graph.inserting_before(self._behind):  # of all that is sent and returned so
                 made = self._emit(mark, routes, *read)
                 leave, leaving, places, coming = (
@@ -204,7 +205,7 @@ class OwnRows(Sorting):
         else:
             rows = self._flat(self._in_order(tensor_at(node)))
             for mark in [user for user in node.users if user.target is returned and user.args[1] is node]:
-                if int_at(mark, 2) < len(self._shape) - (node.target is ours.sum_rows.default):
+                if max(ints_at(mark, 2)) < len(self._shape) - (node.target is ours.sum_rows.default):
                     with self.graph.inserting_before(mark):
                         self._returned(mark, node, rows)
             end = self._unsorted if node.target is ours.own_rows.default else self._summed

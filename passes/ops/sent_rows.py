@@ -1,17 +1,18 @@
 """Rows that go to the ranks of their experts, and back: collectives of as many rows as come.
 
-    sent(whole, part, dim, sizes, index, ways, count, group)  whole: gathered of parts, of which own experts' rows count
-    returned(part, whole, dim, sizes, index, ways, group)     part: reduce-scattered of whole, own experts' rows and 0
-    routes(ids, places, dim, sizes, index, experts, count)    who sends what to whom
-    exchange_rows(a, like, sent, received, group)             rows in the order of ranks, from each and to each
-    add_rows(rows, places, like)                              the sum of the rows of each place
+    sent(whole, part, dims, sizes, parts, index, ways, count, group)  whole: gathered, of which own experts' rows count
+    returned(part, whole, dims, sizes, parts, index, ways, group)     part: reduce-scattered, own experts' rows and 0
+    routes(ids, places, dims, sizes, parts, index, experts, count)    who sends what to whom
+    exchange_rows(a, like, sent, received, group)                     rows in the order of ranks, from each and to each
+    add_rows(rows, places, like)                                      the sum of the rows of each place
 
 The first two are their first operand: what a rank's graph says of a collective that moves more than is wanted. A
-program, which has its own rows alone (`passes.lower.own_rows`), has the others in its place. sizes: of the parts
-of `dim`, by rank of the group; index: of this rank; ways: ranks along each axis of the group; experts: how many each
-rank has. count: rows of a token, which are alike where they are sent, and are added up before they return; a token
-travels once to each rank. ids, of all rows of the group: int64, [*s], or [*tokens, count]; every rank of the group has
-the same, so that no numbers are exchanged.
+program, which has its own rows alone (`passes.lower.own_rows`), has the others in its place. dims: one or two that are
+in parts; sizes: of the parts of the first, then of the second; parts: how many each has, the second's within one of
+the first's. index: of this rank in the group; ways: ranks along each axis of the group; experts: how many each rank
+has. count: rows of a token, which are alike where they are sent, and are added up before they return; a token travels
+once to each rank. ids, of all rows of the group: int64, [*s], or [*tokens, count]; every rank of the group has the
+same, so that no numbers are exchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _first = lambda x, *_: x
 
 sent, returned = (
     operator(
-        f"{name}(Tensor a, Tensor b, int dim, int[] sizes, int index, int[] ways, {count}str group_name) -> Tensor",
+        f"{name}(Tensor a, Tensor b, int[] dims, int[] sizes, int[] parts, int index, int[] ways, {count}"
+        "str group_name) -> Tensor",
         _first,
         _first,
     )
@@ -39,46 +41,73 @@ sent, returned = (
 """See the module."""
 
 
+def own_spans(
+    dims: Sequence[int], sizes: Sequence[int], parts: Sequence[int], index: int
+) -> dict[int, tuple[int, int]]:
+    """Of each dim in parts where this rank's part begins, and how long it is."""
+    found, end = dict[int, tuple[int, int]](), len(sizes)
+    for dim, count in zip(reversed(dims), reversed(parts), strict=True):
+        index, place = divmod(index, count)
+        own, end = sizes[end - count : end], end - count
+        found[dim] = sum(own[:place]), own[place]
+    return found
+
+
 def _routes(
     ids: Tensor,
     places: Tensor,
-    dim: int,
+    dims: Sequence[int],
     sizes: Sequence[int],
+    parts: Sequence[int],
     index: int,
     experts: Sequence[int],
     count: int,
 ) -> tuple[Tensor, ...]:
-    ends = lambda parts: torch.tensor([*itertools.accumulate(parts)], device=ids.device)
-    ranks, tokens = len(sizes), ids.shape if count == 1 else ids.shape[:-1]
+    ends = lambda lengths: torch.tensor([*itertools.accumulate(lengths)], device=ids.device)
+    ranks, tokens = math.prod(parts), ids.shape if count == 1 else ids.shape[:-1]
     owner = torch.searchsorted(ends(experts), ids, right=True).reshape(*tokens, count)
-    own = owner.narrow(dim, sum(sizes[:index]), sizes[index]).reshape(-1, count)
+    own = owner
+    for dim, (first, length) in own_spans(dims, sizes, parts, index).items():
+        own = own.narrow(dim, first, length)
+    own = own.reshape(-1, count)
     wanted = own.new_zeros(own.shape[0], ranks + 1, dtype=torch.bool).scatter_(1, own, True)[:, :ranks].t()
     numbers = torch.arange(own.shape[0], device=ids.device).repeat(ranks)
     most = own.shape[0] * min(ranks, count)
     place = torch.where(wanted.flatten(), wanted.flatten().cumsum(0) - 1, most)
     sent = own.new_zeros(most + 1).scatter_(0, place, numbers)[:most]
     mine = (owner == index).any(-1)
-    part = torch.searchsorted(ends(sizes), torch.arange(tokens[dim], device=ids.device), right=True)
-    by_rank = part.view(-1, *[1] * (len(tokens) - dim - 1)).expand(tokens).flatten().sort(stable=True)[1]
+    holder, left = ids.new_zeros(tokens), list(sizes)
+    for dim, number in zip(dims, parts, strict=True):
+        its, left = left[:number], left[number:]
+        part = torch.searchsorted(ends(its), torch.arange(tokens[dim], device=ids.device), right=True)
+        holder = holder * number + part.view(-1, *[1] * (len(tokens) - dim - 1))
+    by_rank = holder.flatten().sort(stable=True)[1]
     before = torch.cat([by_rank.new_zeros(1), mine.flatten()[by_rank].cumsum(0)])
     slots = torch.empty_like(by_rank).index_put((by_rank,), before[:-1])[places // count]
-    rows = math.prod(tokens) // max(1, tokens[dim])
-    return sent, wanted.sum(1).cumsum(0), slots, before[ends(sizes) * rows]
+    return (
+        sent,
+        wanted.sum(1).cumsum(0),
+        slots,
+        before[torch.bincount(holder.flatten(), minlength=ranks).cumsum(0)],
+    )
 
 
 def _routes_fake(
     ids: Tensor,
     places: Tensor,
-    dim: int,
+    dims: Sequence[int],
     sizes: Sequence[int],
+    parts: Sequence[int],
     index: int,
     experts: Sequence[int],
     count: int,
 ) -> tuple[Tensor, ...]:
-    own = ids.numel() // count // max(1, ids.shape[dim]) * sizes[index]
-    ends = ids.new_empty([len(sizes)])
+    ranks, tokens = math.prod(parts), list(ids.shape if count == 1 else ids.shape[:-1])
+    for dim, (_, length) in own_spans(dims, sizes, parts, index).items():
+        tokens[dim] = length
+    ends = ids.new_empty([ranks])
     return (
-        ids.new_empty([own * min(len(sizes), count)]),
+        ids.new_empty([math.prod(tokens) * min(ranks, count)]),
         ends,
         torch.empty_like(places),
         torch.empty_like(ends),
@@ -86,7 +115,7 @@ def _routes_fake(
 
 
 routes = operator(
-    "routes(Tensor ids, Tensor places, int dim, int[] sizes, int index, int[] experts, int count)"
+    "routes(Tensor ids, Tensor places, int[] dims, int[] sizes, int[] parts, int index, int[] experts, int count)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _routes,
     _routes_fake,

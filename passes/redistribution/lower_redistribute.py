@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -175,11 +176,11 @@ def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
 def _send_rows(site: HaloSite, x: fx.Node) -> fx.Node:
     """Gathered, for whoever needs all; the mark says what would do (`passes.ops.sent_rows`)."""
     choice = Choice.of(dict(site.step.after.partial)[site.step.axes[0]])
-    return _marked(site, sent, _all_gather, x, site.step.before, choice.count if choice else 1)
+    return _marked(site, sent, _all_gather, x, choice.count if choice else 1)
 
 
 def _return_rows(site: HaloSite, x: fx.Node) -> fx.Node:
-    return _marked(site, returned, _reduce_scatter, x, site.step.after)
+    return _marked(site, returned, _reduce_scatter, x)
 
 
 def _marked(
@@ -187,16 +188,18 @@ def _marked(
     mark: Any,
     move: Callable[[HaloSite, fx.Node], fx.Node],
     x: fx.Node,
-    split: Layout,
     *how: int,
 ) -> fx.Node:
     """Moved, and marked; all nodes say so."""
     site = replace(site, emit=replace(site.emit, meta={**site.emit.meta, "marked": True}))
     moved = move(site, x)
     step: SendRows | ReturnRows = site.step
-    sizes, index = site.part_sizes(split, step.dim), site.mesh.linear_index(site.rank, step.axes)
-    ways = [site.mesh.size(axis) for axis in step.axes]
-    said = (step.dim, list(sizes), index, ways, *how, site.group_name)
+    split, whole = sorted((step.before, step.after), key=lambda one: sum(map(len, one.dims)), reverse=True)
+    runs = sorted(_cut_by(split, whole).items(), key=lambda each: step.axes.index(each[1][0]))
+    sizes = [site.part_sizes(split, dim, run) for dim, run in runs]
+    index, ways = site.mesh.linear_index(site.rank, step.axes), [site.mesh.size(axis) for axis in step.axes]
+    parts = [dim for dim, _ in runs], list(itertools.chain(*sizes)), list(map(len, sizes))
+    said = (*parts, index, ways, *how, site.group_name)
     return site.emit.named(mark, value(moved), (moved, x, *said), {})
 
 

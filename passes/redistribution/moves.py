@@ -133,32 +133,58 @@ class Moves:
                 yield NextStep(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
     def rows(self, state: State) -> Iterator[NextStep]:
-        """Rows to the ranks of their experts, and back. Ranks share experts over all their axes at once. The last dim
-        is no row's place."""
+        """Rows to the ranks of their experts, and back, of one dim or of two. Ranks share experts over all their axes
+        at once. The last dim is no row's place."""
         last = len(self.dims) - 1
         sums = {axis: Choice.of(op) for axis, op in state.partial if op.startswith("sum")}
         few = tuple(axis for axis in self.mesh.names if sums.get(axis))
         if few:
             (choice,) = {sums[axis] for axis in few}
             left = State(state.splits, tuple(p for p in state.partial if p[0] not in few))
-            yield NextStep(ToSum, few, (), "", _with_partial(left, few, "sum"))
+            yield NextStep(ToSum, few, (), "sum", _with_partial(left, few, "sum"))
             ways = self.mesh.size(*few)
             share = choice.ranks(ways) / ways if choice else 1.0
-            for dim, target in self.split_by(left, few):
-                if dim < last:
-                    yield NextStep(ReturnRows, few, (dim,), "", target, share)
+            for dims, target in self._split_once_or_twice(left, few):
+                if max(dims) < last:
+                    yield NextStep(ReturnRows, few, dims, "", target, share)
         if _routed(state):
             return
-        for dim, splits in enumerate(self.dims[:last]):
-            for run, coarser in splits.gathers(state.splits[dim]):
-                if list(run) == sorted(run, key=self.mesh.index):
-                    for op in self._routed_over(run):
-                        sent = _with_partial(_with_split(state, dim, coarser), run, op)
-                        choice = Choice.of(op)
-                        if choice and dim == last - 1:  # that counts a token's rows
-                            continue
-                        share = choice.ranks(self.mesh.size(*run)) / choice.count if choice else 1.0
-                        yield NextStep(SendRows, run, (dim,), "", sent, share)
+        for run, dims, gathered in self._gathered_once_or_twice(state, last):
+            for op in self._routed_over(run):
+                choice = Choice.of(op)
+                if choice and last - 1 in dims:  # that counts a token's rows
+                    continue
+                share = choice.ranks(self.mesh.size(*run)) / choice.count if choice else 1.0
+                yield NextStep(SendRows, run, dims, "", _with_partial(gathered, run, op), share)
+
+    def _split_once_or_twice(
+        self, state: State, run: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[int, ...], State]]:
+        """One dim split by a run, or two, each by a part of it."""
+        for dim, target in self.split_by(state, run):
+            yield (dim,), target
+        for place in range(1, len(run)):
+            for i, half in self.split_by(state, run[:place]):
+                for j, target in self.split_by(half, run[place:]):
+                    if i != j:
+                        yield (i, j), target
+
+    def _gathered_once_or_twice(
+        self, state: State, last: int
+    ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], State]]:
+        """One dim before the last less split, or two, by a run in mesh order."""
+        once = [
+            (run, dim, coarser)
+            for dim, splits in enumerate(self.dims[:last])
+            for run, coarser in splits.gathers(state.splits[dim])
+        ]
+        in_order = lambda run: list(run) == sorted(run, key=self.mesh.index)
+        for run, dim, coarser in once:
+            if in_order(run):
+                yield run, (dim,), _with_split(state, dim, coarser)
+        for (first, i, coarser), (second, j, other) in itertools.permutations(once, 2):
+            if i != j and in_order(first + second):
+                yield first + second, (i, j), _with_split(_with_split(state, i, coarser), j, other)
 
     def _routed_over(self, run: tuple[str, ...]) -> list[str]:
         """How rows may be pending over all these axes."""

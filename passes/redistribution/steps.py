@@ -115,8 +115,8 @@ class AllToAll(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class SendRows(Step):
-    """Split of `dim` by its minor-most `axes` -> `ROUTED` over them: every row goes to the rank of its expert, or a
-    token once to each rank that has some of its experts (`copies_of`)."""
+    """Split of `dim`, or of two, by its minor-most `axes` -> `ROUTED` over them: every row goes to the rank of its
+    expert, or a token once to each rank that has some of its experts (`copies_of`)."""
 
     name = "send_rows"
     kind = "all_to_all"
@@ -125,7 +125,8 @@ class SendRows(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnRows(Step):
-    """Partial(`sum_of`) over `axes` -> split of `dim` by them at its minor end: what a rank has of a token returns."""
+    """Partial(`sum_of`) over `axes` -> split by them at the minor end of `dim`, or of two: what a rank has of a token
+    returns."""
 
     name = "return_rows"
     kind = "all_to_all"

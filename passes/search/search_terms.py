@@ -31,12 +31,22 @@ Choose = Callable[[Sequence[NodeLayouts]], Sequence[int]]
 @dataclass(frozen=True)
 class Narrowing:
     """held: layouts of nodes of a graph like this one at other sizes. allowed: by node name.
+    further: of the graph that is searched what else is allowed, of those that are.
     still: (reader, position among its tensor operands) -> axes over which the value does not move before it is read:
     they split the same dim of it as it is held and as it is read, or none."""
 
     held: Mapping[str, NodeLayouts] = field(default_factory=dict)
     allowed: Mapping[str, Choose] = field(default_factory=dict)
+    further: Callable[[JointGraph], Mapping[str, Choose]] | None = None
     still: Mapping[tuple[str, int], frozenset[str]] = field(default_factory=dict)
+
+    def of(self, joint: JointGraph) -> Narrowing:
+        """The same, by node name alone."""
+        if self.further is None:
+            return self
+        more = self.further(joint)
+        within = {name: in_turn(self.allowed[name], more[name]) for name in self.allowed.keys() & more}
+        return replace(self, allowed={**self.allowed, **more, **within}, further=None)
 
     def places(self, name: str, strategies: Sequence[NodeLayouts]) -> tuple[int, ...] | None:
         """Positions of the strategies that node `name` keeps; None: all. A held one that it does not have is no reason
@@ -48,6 +58,16 @@ class Narrowing:
             place = next((i for i, s in enumerate(strategies) if _signature(s) == sign), None)
             return None if place is None else (place,)
         return None
+
+
+def in_turn(first: Choose, then: Choose) -> Choose:
+    """Of those that the first allows, those that the other does."""
+
+    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
+        kept = first(strategies)
+        return [kept[i] for i in then([strategies[i] for i in kept])]
+
+    return choose
 
 
 ALL = Narrowing()
@@ -196,9 +216,7 @@ def out_of_space(ops: Sequence[tuple[fx.Node, OpRule]]) -> Mapping[fx.Node, froz
     """
     if not any(rule.moved for _, rule in ops):
         return {}
-    together = UnionFind()  # of (node, factor) and (node, result, dim): what is split together
-    for node, rule in ops:
-        _connect(together, node, rule)
+    together = _split_together(ops)
     space = {
         together[node, rule.operands_and_results[t][d][0]]
         for node, rule in ops
@@ -210,6 +228,23 @@ def out_of_space(ops: Sequence[tuple[fx.Node, OpRule]]) -> Mapping[fx.Node, froz
         for node, rule in ops
         if rule.moved
     }
+
+
+def factors_along(
+    ops: Sequence[tuple[fx.Node, OpRule]], dims: Iterable[tuple[fx.Node, int]]
+) -> Mapping[fx.Node, frozenset[str]]:
+    """Node -> its factors that are split where these dims of placeholders are, if nothing moves. ops: as above."""
+    together = _split_together(ops)
+    roots = {together[node, 0, dim] for node, dim in dims}
+    return {node: frozenset(f for f in rule.sizes if together[node, f] in roots) for node, rule in ops}
+
+
+def _split_together(ops: Sequence[tuple[fx.Node, OpRule]]) -> UnionFind:
+    """Of (node, factor) and (node, result, dim)."""
+    together = UnionFind()
+    for node, rule in ops:
+        _connect(together, node, rule)
+    return together
 
 
 def _connect(together: UnionFind, node: fx.Node, rule: OpRule) -> None:

@@ -76,6 +76,7 @@ class SpaceBuilder:
 
     def __post_init__(self) -> None:
         self.reads, self.trained = hidden_reads(self.joint), self.joint.trained
+        self.narrowing = self.narrowing.of(self.joint)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh

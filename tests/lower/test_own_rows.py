@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan
 from autoshard.planning import canonical_capture
@@ -54,10 +56,9 @@ def wire() -> Profile:
     return replace(cpu, links=links, collective_launch_seconds=1e-12)
 
 
-def planned(model: nn.Module, x: Tensor, mesh: MeshSpec, dim: int) -> Plan:
-    """Experts are split over the axes but dp, which have parts of the tokens in `dim`. x: of all ranks."""
-    experts = [Replicate() if axis == "dp" else Shard(0) for axis in mesh.names]
-    tokens = [Shard(0 if axis == "dp" else dim) for axis in mesh.names]
+def planned(model: nn.Module, x: Tensor, mesh: MeshSpec, dims: Sequence[int]) -> Plan:
+    """Experts are split over all axes, each of which has parts of the tokens in one of `dims`. x: of all ranks."""
+    experts, tokens = [Shard(0)] * len(mesh.names), list(map(Shard, dims))
     for placement, count in zip(tokens, mesh.sizes, strict=True):
         x = x.tensor_split(count, placement.dim)[0]
     pins = {"up": experts, "down": experts}
@@ -71,27 +72,31 @@ def programs(joint: JointGraph, plan: Plan) -> list[Phases]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "experts", "chosen", "dim", "steps"),
+    ("mesh", "experts", "chosen", "dims", "steps"),
     [
-        ({"ep": 4}, 6, 2, 1, ("return_rows", "send_rows")),  # one rank has no expert
-        ({"ep": 3}, 4, 1, 1, ("send_rows",)),
-        pytest.param({"ep": 4}, 12, 1, 0, ("send_rows",), marks=pytest.mark.slow),
-        pytest.param({"a": 2, "b": 2}, 8, 1, 0, ("send_rows",), marks=pytest.mark.slow),
+        ({"ep": 4}, 6, 2, [1], ("return_rows", "send_rows")),  # one rank has no expert
+        ({"ep": 3}, 4, 1, [1], ("send_rows",)),
+        ({"ep": 2, "tp": 2}, 8, 2, [0, 1], ("return_rows", "send_rows")),
+        pytest.param({"ep": 4}, 12, 1, [0], ("send_rows",), marks=pytest.mark.slow),
+        pytest.param({"a": 2, "b": 2}, 8, 1, [0, 0], ("send_rows",), marks=pytest.mark.slow),
+        pytest.param({"a": 3, "b": 2}, 8, 2, [1, 0], ("return_rows", "send_rows"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_rows_travel_alone(
-    mesh: dict[str, int], experts: int, chosen: int, dim: int, steps: tuple[str, ...]
+    mesh: dict[str, int], experts: int, chosen: int, dims: Sequence[int], steps: tuple[str, ...]
 ) -> None:
     """Loss and gradients of every rank's program are those of the model."""
     torch.manual_seed(0)
     model = Experts(experts, chosen).double()
-    size = 6 if mesh == {"ep": 3} else 8
+    size = 6 if 3 in mesh.values() else 8
     x = torch.randn(size, size, 7, dtype=torch.float64)
     joint = canonical_capture(model, (x,), {}).joint
-    plan = planned(model, x, MeshSpec(mesh), dim)
+    plan = planned(model, x, MeshSpec(mesh), dims)
     moved = [step.name for step in plan.collectives if "_rows" in step.name]
     assert tuple(sorted(set(moved))) == steps
+    if len(set(dims)) == 2:  # at once from the parts of both
+        assert all(step.axes == tuple(mesh) for step in plan.collectives if "_rows" in step.name)
     assert Plan.from_json(plan.to_json()).step_time == plan.step_time
     ranks = programs(joint, plan)
     for phases in ranks:
@@ -118,29 +123,46 @@ def test_rows_travel_alone(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_who_sends_what(dim: int, count: int) -> None:
-    """Token by token, of one row or two: ranks 0, 1 and 2 have 2, 0 and 3 of 5 along `dim`, and experts 0, 1 and 2,
-    none, and 3. Of expert 4 there is none."""
-    ids = torch.randint(0, 5, (5, 5, count), generator=torch.Generator().manual_seed(dim))
+@pytest.mark.parametrize(
+    ("dims", "sizes", "parts"),
+    [
+        ([0], [2, 0, 3], [3]),
+        ([1], [2, 0, 3], [3]),
+        ([0, 1], [2, 3, 1, 4], [2, 2]),
+        ([1, 0], [3, 2, 5], [2, 1]),
+    ],
+    ids=str,
+)
+def test_who_sends_what(dims: list[int], sizes: list[int], parts: list[int], count: int) -> None:
+    """Token by token, of one row or two: of 5 x 5 each rank has its part; ranks have experts 0, 1 and 2, none, 3, and
+    none. Of expert 4 there is none."""
+    ids = torch.randint(0, 5, (5, 5, count), generator=torch.Generator().manual_seed(dims[0]))
     ids = ids if count > 1 else ids[..., 0]
-    sizes, experts = [2, 0, 3], [3, 0, 1]
-    owner = lambda expert: 0 if expert < 3 else 2 if expert < 4 else None
-    source = lambda token: 0 if (token // 5 if dim == 0 else token % 5) < 2 else 2
+    ranks = math.prod(parts)
+    experts = [3, 0, 1, 0][:ranks]
+    owner = lambda expert: 0 if expert < 3 else 2 if expert < 4 and ranks > 2 else None
+
+    def source(token: int) -> int:
+        rank, left = 0, list(sizes)
+        for dim, n in zip(dims, parts, strict=True):
+            ends, left = list(itertools.accumulate(left[:n])), left[n:]
+            rank = rank * n + next(i for i, end in enumerate(ends) if divmod(token, 5)[dim] < end)
+        return rank
+
     flat = ids.flatten().tolist()
     asked = [{owner(flat[t * count + i]) for i in range(count)} for t in range(25)]
-    for rank in range(3):
+    for rank in range(ranks):
         places = [p for expert in range(4) for p, e in enumerate(flat) if e == expert and owner(e) == rank]
         sent, leaving, slots, coming = torch.ops.autoshard.routes(
-            ids, torch.tensor(places, dtype=torch.int64), dim, sizes, rank, experts, count
+            ids, torch.tensor(places, dtype=torch.int64), dims, sizes, parts, rank, experts, count
         )
         own = [t for t in range(25) if source(t) == rank]
-        wanted = [[i for i, t in enumerate(own) if to in asked[t]] for to in range(3)]
+        wanted = [[i for i, t in enumerate(own) if to in asked[t]] for to in range(ranks)]
         assert sent[: leaving[-1]].tolist() == list(itertools.chain(*wanted))
-        assert leaving.tolist() == [sum(map(len, wanted[: to + 1])) for to in range(3)]
-        arrived = [t for by in range(3) for t in range(25) if source(t) == by and rank in asked[t]]
+        assert leaving.tolist() == [sum(map(len, wanted[: to + 1])) for to in range(ranks)]
+        arrived = [t for by in range(ranks) for t in range(25) if source(t) == by and rank in asked[t]]
         assert [arrived[slot] for slot in slots.tolist()] == [place // count for place in places]
-        assert coming.tolist() == [sum(source(t) <= by for t in arrived) for by in range(3)]
+        assert coming.tolist() == [sum(source(t) <= by for t in arrived) for by in range(ranks)]
 
 
 def test_rows_go_behind_the_ids_that_say_where_to() -> None:

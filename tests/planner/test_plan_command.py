@@ -15,10 +15,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan
 from autoshard.plan.division import Division
+from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.task import Task
 from autoshard.planner import priced_runs
 from autoshard.planner.configuration import Configuration
+from autoshard.planner.configured_layouts import AlongTheCall
 from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planner.priced_runs import (
     Machine,
@@ -35,6 +37,8 @@ from autoshard.planning import canonical_capture
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
 from passes.capture import Captured
+from passes.ir.op_traits import is_piece
+from passes.stages.stage_graphs import stage_graphs
 from tests.conftest import Command
 from tests.profiles import slow_compute, waited_for
 
@@ -121,6 +125,46 @@ def test_context_parallelism_splits_the_sequence_and_sums_gradients() -> None:
     assert (
         layouts["args_0"] == layouts["add_2"] == "[@replicate, @cp, -]" and layouts["up_weight"] == "[-, -]"
     )
+
+
+class Deep(nn.Module):
+    """sums: whether values of all samples before are added, for which none can be split along the batch."""
+
+    def __init__(self, sums: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+        self.sums = sums
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block.down(block.up(x.cumsum(0) if self.sums else x).relu())
+        return x.square().mean()
+
+
+def deep(sums: bool) -> Call:
+    with torch.device("meta"):
+        return Deep(sums), (torch.zeros(8, 4, 16),), {}
+
+
+def test_what_is_computed_of_a_batch_is_split_along_it() -> None:
+    """By prices alone values would stay split along the sequence, as the sums over samples are."""
+    plan = planned(Configuration("torchtitan", shard=2, accumulation=1), WAITING, deep(sums=True))
+    held = [r for r in plan.records if r.results and len(r.results[0].layout.dims) == 3]
+    computed = [str(r.results[0].layout) for r in held if "cumsum" not in r.name and "flip" not in r.name]
+    assert len(computed) > 20 and set(computed) == {"[@shard, -, -]"}
+
+
+def test_stages_are_split_along_the_batch_too() -> None:
+    """Where readers share a value of a stage, ops have other names than in the whole graph."""
+    one = Configuration("torchtitan", 2, shard=2, micro_batch=2, schedule="1f1b")
+    captured = captured_on(deep(sums=False), WAITING)
+    cut = cut_call(captured, 2, sizes_only=True).joint
+    place = next(node.name for node in cut.graph.nodes if "blocks.1" in node.meta.get("module", ""))
+    for stage in stage_graphs(cut, (place,)):
+        found = AlongTheCall.of(cut, one)(stage.joint)
+        ops = [n for n in stage.joint.graph.nodes if n.op == "call_function" and not is_piece(n)]
+        of_batch = {node.name for node in ops if node.meta["val"].ndim == 3}
+        assert len(of_batch) > 5 and found.keys() >= of_batch
 
 
 @pytest.mark.parametrize("shard", [1, 2])

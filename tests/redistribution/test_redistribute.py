@@ -356,6 +356,15 @@ def test_rows_travel_to_the_ranks_of_their_experts_and_back() -> None:
     assert [kind for kind, *_ in steps(plan(few, COLUMNS, (8, 8)))] == [ReturnRows, AllToAll]
 
 
+def test_rows_travel_from_the_parts_of_two_dims() -> None:
+    """Tokens split in batch and sequence, 8 of 64 bytes each; of sums of two of eight experts on 8 ranks 2/8 of 64."""
+    pending = lambda op: Layout(((), (), ()), (("a", op), ("b", op)))
+    for tokens in (Layout((("a",), ("b",), ())), Layout((("b",), ("a",), ()))):
+        assert steps(plan(tokens, pending("routed"), (8, 4, 2), TWO_AXES)) == [(SendRows, ("a", "b"), 8, 9.0)]
+        found = steps(plan(pending(sum_of(Choice(2, 8))), tokens, (8, 4, 2), TWO_AXES))
+        assert found == [(ReturnRows, ("a", "b"), 16, 17.0)]
+
+
 def test_two_dims_in_one_collective() -> None:
     """8 x 8 bytes in 4 x 2 parts: one gather of 64, where one after the other takes 32 or 16 besides; sums likewise."""
     both, total = Layout((("a",), ("b",))), Layout(((), ()), (("a", "sum"), ("b", "sum")))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from passes.ir.joint import JointGraph
 from passes.rules.core.rule_registry import rule_for
-from passes.search.search_terms import out_of_space
+from passes.search.search_terms import factors_along, out_of_space
 from passes.strategies.cuts import ops_of
 from tests.canonicalize.graphs import Function, prepared
 
@@ -50,3 +50,19 @@ def test_dims_that_a_view_has_made_anew_are_followed() -> None:
         return y.unflatten(1, (5, 6)).roll((1, 2), (1, 3))
 
     assert offered(graph(function, (2, 2, 7, 8), (4, 2, 3, 3)))["roll"] == {"d1"}
+
+
+def test_factors_along_a_batch_are_those_of_its_dim_through_views_and_sums() -> None:
+    """x: [b, s, c]. Tokens are one dim, batch first; the gradient of what all tokens read is summed along it."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x.flatten(0, 1) * w).sin().unflatten(0, (4, 6)).sum(1)
+
+    joint = graph(function, (4, 6, 8), (8,))
+    ops = list(ops_of(joint))
+    along = factors_along(ops, [(joint.placeholders[0], 0)])
+    shapes = {node: tuple(node.meta["val"].shape) for node, _ in ops}
+    split = {node for node, rule in ops for dim in rule.results[0][:1] if along[node].intersection(dim[:1])}
+    assert split == {node for node, shape in shapes.items() if shape[0] in (4, 24)} and len(split) > 6
+    (summed,) = (along[node] for node in along.keys() - split if "sum" in str(node.target))
+    assert len(summed) == 1

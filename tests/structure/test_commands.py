@@ -40,6 +40,7 @@ _SMALLEST = (
     ("benchmarks/fuzz_bounds.py", "--cases", "1"),
     ("benchmarks/policies.py", "--problem", "pinned", "--policy", "turned"),
     ("benchmarks/walk.py",),
+    ("benchmarks/long_context.py", "--tokens", "64", "--ranks", "1"),
     ("benchmarks/context.py", "--ranks", "2", "--tokens", "64", "--steps", "2", "--budget", "0"),
     (
         "benchmarks/experts.py",
