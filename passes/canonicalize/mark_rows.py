@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from passes.canonicalize.insert_uses import InsertUses
-from passes.ir.graph_pass import GraphPass, copy_joint, emit, emit_at, replace, shape_of, tensor_at
+from passes.ir.graph_pass import GraphPass, Sweep, copy_joint, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
 from passes.ir.routing import Choice, Routing, check_experts, copies_of, sum_of
@@ -41,12 +41,10 @@ class EndRows(GraphPass):
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for products in _by_ids(joint.graph).values():
-            _repeat_tokens(joint.graph, products)
-            made = _made(joint.graph, products, frozenset())
-            read = leading(joint.graph, products, frozenset(), made)
-            rows = _behind(joint.graph, products, read)
-            ends = rows.union(products)
-            ordered = [node for node in joint.graph.nodes if node in ends]  # a set has no order
+            _repeat_tokens(products)
+            read = leading(products, frozenset(), _made(products, frozenset()))
+            rows = _behind(products, read)
+            ordered = sorted(rows.union(products))  # a set has no order
             for node in reversed(ordered):
                 _repeat_condition(node, products, rows)
             for node in ordered:
@@ -152,8 +150,8 @@ def regions(graph: fx.Graph) -> list[Region]:
     found: list[Region] = []
     for readers in _by_ids(graph).values():
         others = frozenset(node for region in found for node in region.rows)
-        made = _made(graph, readers, others)
-        rows = leading(graph, readers, others, made)
+        made = _made(readers, others)
+        rows = leading(readers, others, made)
         found.append(Region(_ids(readers[0]), tuple(readers), rows, made, others))
     return found
 
@@ -177,31 +175,32 @@ def _reads_rows(node: fx.Node, operand: fx.Node) -> bool:
     return operand in tensor_operands(node)[: READ_ROWS[node.target]]
 
 
-def _made(graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node]) -> frozenset[fx.Node]:
+def _made(readers: list[fx.Node], others: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """What products make, and what is made of that row by row."""
     shape = shape_of(_ids(readers[0]))
-    made: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in readers:
-            if node.target is ours.routed_mm.default:
-                made.add(node)
-        elif node not in others and made.intersection(node.all_input_nodes) and _is_by_rows(node, shape):
+    made = {node for node in readers if node.target is ours.routed_mm.default}
+    sweep = Sweep(user for node in made for user in node.users)
+    for node in sweep:
+        if node not in others and node not in readers and _is_by_rows(node, shape):
             made.add(node)
+            sweep.add(node.users)
     return frozenset(made)
 
 
 def leading(
-    graph: fx.Graph, readers: list[fx.Node], others: frozenset[fx.Node], made: frozenset[fx.Node]
+    readers: list[fx.Node], others: frozenset[fx.Node], made: frozenset[fx.Node]
 ) -> frozenset[fx.Node]:
     """What of `made` leads to `readers` row by row; and what else leads there alone."""
     shape, read = shape_of(_ids(readers[0])), set[fx.Node]()
-    for node in reversed(graph.nodes):
+    sweep = Sweep((node for reader in readers for node in reader.all_input_nodes), last_first=True)
+    for node in sweep:
         reads = [user in read or (user in readers and _reads_rows(user, node)) for user in node.users]
         alone = (
             all(reads) and node not in others and node not in readers and (is_use(node) or not is_view(node))
         )
         if any(reads) and (node in made or (alone and _is_by_rows(node, shape))):
             read.add(node)
+            sweep.add(node.all_input_nodes)
     return frozenset(read)
 
 
@@ -211,15 +210,17 @@ def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:
     return node.target is operator.getitem or is_by_rows(node, shape)
 
 
-def _repeat_tokens(graph: fx.Graph, products: list[fx.Node]) -> None:
+def _repeat_tokens(products: list[fx.Node]) -> None:
     """What an op reads of tokens beside their rows is one for each row: `x[:, :, None] * weights[..., None]`."""
-    shape, made = shape_of(_ids(products[0])), _made(graph, products, frozenset())
+    shape, made = shape_of(_ids(products[0])), _made(products, frozenset())
     repeated: dict[fx.Node, fx.Node] = {}
     if len(shape) < 2 or shape[-1] == 1:
         return
-    for node in graph.nodes:
-        rows = any(n in made for n in node.all_input_nodes) or any(n in products for n in node.users)
-        if not (rows and is_pointwise(node) and has_rows(node, shape)):
+    beside = {user for node in made for user in node.users}.union(
+        *(node.all_input_nodes for node in products)
+    )
+    for node in sorted(beside):
+        if not (is_pointwise(node) and has_rows(node, shape)):
             continue
         for operand in node.all_input_nodes:
             if has_rows(operand, (*shape[:-1], 1)) and len(shape_of(operand)) == len(shape_of(node)):
@@ -275,15 +276,18 @@ def _following(node: fx.Node) -> Iterator[fx.Node]:
         yield (node := node.next)
 
 
-def _behind(graph: fx.Graph, products: list[fx.Node], read: frozenset[fx.Node]) -> set[fx.Node]:
+def _behind(products: list[fx.Node], read: frozenset[fx.Node]) -> set[fx.Node]:
     """`read`, and what is made of it and of products row by row, of nothing else as large but what tokens repeat."""
     shape, found = shape_of(_ids(products[0])), set(read)
-    for node in graph.nodes:
-        inside = [n for n in node.all_input_nodes if n in found or (n in products and has_rows(n, shape))]
-        if node in found or not inside or not _is_by_rows(node, shape):
+    sources = {node for node in products if has_rows(node, shape)}
+    sweep = Sweep(user for node in read | sources for user in node.users)
+    for node in sweep:
+        inside = [n for n in node.all_input_nodes if n in found or n in sources]
+        if node in found or not _is_by_rows(node, shape):
             continue
         size = max(n.meta["val"].numel() for n in inside if isinstance(n.meta["val"], torch.Tensor))
         others = (n for n in node.all_input_nodes if n not in inside and n.target is not aten.expand.default)
         if all(n.meta["val"].numel() < size for n in others):
             found.add(node)
+            sweep.add(node.users)
     return found

@@ -46,7 +46,7 @@ def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
             return None
         needed.add(node)
         left += node.all_input_nodes
-    return [node for node in sort.graph.nodes if node in needed]
+    return sorted(needed)
 
 
 def _as_they_come(sort: fx.Node) -> list[fx.Node]:

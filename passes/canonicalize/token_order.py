@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import fx
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.sorted_groups import counts_groups
-from passes.ir.graph_pass import GraphPass, emit, erase_dead, int_at, replace, shape_of, tensor_at
+from passes.ir.graph_pass import GraphPass, Sweep, emit, erase_dead, int_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_zeros
@@ -127,14 +128,16 @@ class _Region:
 
     def _spreads(self) -> bool:
         """Follows the rows to their ends: False where an op does more than work on each, or add up all."""
-        for node in self.sort.graph.nodes:
+        sweep = Sweep((*self.ends, *(user for start in self.rows for user in start.users)))
+        for node in sweep:
+            known = len(self.rows)
             if node in self.ends:
                 if self.rows.get(_moved(node)) != 0:
                     return False
-                continue
-            reads = any(operand in self.rows for operand in node.all_input_nodes)
-            if reads and node not in self.starts and not self._follows(node):
+            elif node not in self.starts and not self._follows(node):
                 return False
+            for made in itertools.islice(self.rows, known, None):
+                sweep.add(user for user in made.users if node < user)
         return True
 
     def _follows(self, node: fx.Node) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import keyword
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -274,3 +275,23 @@ def _op_name(node: fx.Node) -> str | None:
 def _identifier(name: str) -> str:
     text = re.sub(r"\W+", "_", name).strip("_")
     return f"_{text}" if not text or text[0].isdigit() or keyword.iskeyword(text) else text
+
+
+class Sweep:
+    """Nodes in the graph's order, each once; more may be added while they come. last_first: in the other order. What is
+    few of a large graph is found without a walk through all of it."""
+
+    def __init__(self, nodes: Iterable[fx.Node], *, last_first: bool = False) -> None:
+        self._wanted, self._seen = list[fx.Node](), set[fx.Node]()
+        self._next = -1 if last_first else 0
+        self.add(nodes)
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self._seen:
+                self._seen.add(node)
+                bisect.insort(self._wanted, node)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        while self._wanted:
+            yield self._wanted.pop(self._next)

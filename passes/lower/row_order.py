@@ -49,9 +49,7 @@ class Sorting:
     def wanted(self) -> set[fx.Node]:
         """What is made of products row by row and leads to products so."""
         region = self.region
-        return set(leading(self.graph, self._products, region.others, region.made) & region.made) - set(
-            self._products
-        )
+        return set(leading(self._products, region.others, region.made) & region.made) - set(self._products)
 
     def run(self) -> None:
         nodes = list(self._later())
