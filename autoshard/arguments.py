@@ -16,6 +16,7 @@ from cost_model.errors import (
     ProfileError,
     ShardingError,
     checked_count,
+    checked_flag,
     checked_path,
     is_whole,
     reject,
@@ -174,9 +175,7 @@ def checked_micro_batches(micro_batches: object) -> int | str:
 
 def check_inference(inference: object, micro_batches: object, stages: object) -> None:
     """ShardingError unless it is a flag, and what is asked for besides has no need of a backward."""
-    if not isinstance(inference, bool):
-        raise reject("inference", inference, "True or False")
-    if inference and (micro_batches != 1 or stages is not None):
+    if checked_flag(inference, "inference") and (micro_batches != 1 or stages is not None):
         raise ShardingError(
             f"inference=True plans calls without a backward, and micro_batches={micro_batches!r} with "
             f"stages={stages!r} divides training\n  try: micro_batches=1, stages=None"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::halo_exchange)
-from cost_model.errors import ShardingError, UnsupportedOpError, checked_count, reject, shown
+from cost_model.errors import ShardingError, UnsupportedOpError, checked_count, is_whole, reject, shown
 from passes.layout.layout import chunk_sizes
 from passes.ops import neighborhood_attention
 
@@ -221,7 +221,7 @@ def _check_device(x: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
 
 
 def _dim(x: Tensor, dim: int, argument: str) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if not is_whole(dim) or not -x.ndim <= dim < x.ndim:
         raise ShardingError(
             f"halo_exchange: {argument} names dim {shown(dim)}, but x has {x.ndim} dims\n"
             f"  try: an integer from {-x.ndim} to {x.ndim - 1}"
@@ -272,9 +272,7 @@ def _parts(given: int | Sequence[int] | None, mine: int, dim: int, ranks: int) -
 
 def _is_numbers(value: object) -> bool:
     """Whether it is a list of integers, none negative."""
-    if not isinstance(value, (list, tuple)):
-        return False
-    return all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**40 for n in value)
+    return isinstance(value, (list, tuple)) and all(is_whole(n) and 0 <= n < 2**40 for n in value)
 
 
 def _spans(parts: Sequence[int], reach: tuple[int, int], wraps: bool) -> list[tuple[int, int]]:

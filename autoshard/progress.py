@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -33,10 +33,8 @@ _LINES_SECONDS = 10.0
 Say = Callable[[str], None]
 
 
-class Stages(Protocol):
-    """`with stages("searching a plan") as say:` around what may take long. say: what is known so far, in words."""
-
-    def __call__(self, stage: str) -> AbstractContextManager[Say]: ...
+Stages = Callable[[str], AbstractContextManager[Say]]
+"""`with stages("searching a plan") as say:` around what may take long. say: what is known so far, in words."""
 
 
 def stages_of(rank: int, subject: str) -> Stages:

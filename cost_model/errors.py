@@ -12,7 +12,7 @@ import os
 import reprlib
 from collections import Counter
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
@@ -82,31 +82,32 @@ def shown(value: object) -> str:
 
 def checked_seconds(value: object, argument: str) -> float:
     """A time above zero, which may be infinite."""
-    if (
-        not isinstance(value, (int, float))
-        or isinstance(value, bool)
-        or not (0 < value < 2**63 or value == math.inf)
-    ):
+    if not is_number(value) or not (0 < value < 2**63 or value == math.inf):
         raise reject(argument, value, "a number of seconds above zero")
     return float(value)
 
 
 def checked_share(value: object, argument: str) -> float:
     """A share, from 0 to 1."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+    if not is_number(value) or not 0.0 <= value <= 1.0:
         raise reject(argument, value, "a share from 0 to 1, such as 0.01")
     return float(value)
 
 
-def is_whole(value: object) -> TypeGuard[Integral]:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether it is an integer, Python's or numpy's; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is an integer or a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def checked_count(value: object, argument: str, least: int = 0) -> int:
     """An integer of at least `least`."""
-    if is_whole(value) and least <= (count := int(value)) < 2**63:
-        return count
+    if is_whole(value) and least <= value < 2**63:
+        return int(value)
     raise reject(argument, value, f"an integer, at least {least}")
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from autoshard.global_call import as_call, leaf_names, matched_placements, placement_leaves
 from autoshard.planning import mesh_spec
-from cost_model.errors import ShardingError, checked_count, reject
+from cost_model.errors import ShardingError, checked_count, is_whole, reject
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, nested_sizes
 from passes.layout.placements import placements_to_layout
@@ -61,7 +61,7 @@ def checked_sizes(sizes: object) -> Sizes | None:
         raise reject("sizes", sizes, "{dim: [length of each part]}")
     found: dict[int, list[int]] = {}
     for dim, parts in sizes.items():
-        if isinstance(dim, bool) or not isinstance(dim, int):
+        if not is_whole(dim):
             raise reject("a dim in sizes", dim, "{dim: [length of each part]}")
         if not isinstance(parts, (list, tuple)):
             raise reject(f"sizes[{dim}]", parts, "a list, the length of each part")

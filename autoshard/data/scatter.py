@@ -26,7 +26,7 @@ from autoshard.global_call import as_placements, joined
 from autoshard.runtime.process_groups import local_device, whole_group
 from autoshard.runtime.sharding import shard_of
 from autoshard.watching.agreement import agree, collectively, everyones
-from cost_model.errors import ShardingError, reject, shown
+from cost_model.errors import ShardingError, is_number, is_whole, reject, shown
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 
@@ -214,7 +214,7 @@ def _check_part(local: Tensor, target: int | None, spec: MeshSpec, device: objec
 
 
 def _check_rank(rank: int, name: str, spec: MeshSpec) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < spec.device_count:
+    if not is_whole(rank) or not 0 <= rank < spec.device_count:
         raise ShardingError(
             f"{name} is rank {shown(rank)}; {spec} has ranks 0 to {spec.device_count - 1}\n  try: one of these"
         )
@@ -252,7 +252,7 @@ def weighted_mean(value: Tensor | float, weight: float, mesh: DeviceMesh) -> Ten
             0 on all ranks gives nan.
     """
     member(mesh)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+    if not is_number(weight) or not 0 <= weight < math.inf:
         raise reject("weight", weight, "how many elements the value is the mean of, at least 0")
     if not isinstance(value, (int, float, Tensor)) or (isinstance(value, Tensor) and value.is_complex()):
         raise reject("value", value, "a number, or a tensor of real ones")

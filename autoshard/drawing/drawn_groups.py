@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
+
+from autoshard.plan.plan_memory import runs
 
 
 def fold_repeats(graph: nx.DiGraph) -> nx.DiGraph:
@@ -38,20 +39,13 @@ def _runs(graph: nx.DiGraph, depth: int) -> Iterator[list[list[str]]]:
         path = _path(graph, node)
         if len(path) > depth and path[depth].isdecimal():
             layers.setdefault(tuple(path[: depth + 1]), []).append(node)
-    ordered = sorted(layers, key=lambda path: (path[:-1], int(path[-1])))
-    signatures = {path: _signature(graph, layers[path]) for path in ordered}
-    neighbours = itertools.groupby(enumerate(ordered), key=lambda item: _run_key(*item, signatures))
-    for _, members in neighbours:
-        run = [layers[path] for _, path in members]
-        if len(run) >= 3:
-            yield run
-
-
-def _run_key(
-    position: int, path: tuple[str, ...], signatures: dict[tuple[str, ...], Hashable]
-) -> tuple[Hashable, ...]:
-    # Consecutive numbers have a constant difference to their position.
-    return path[:-1], int(path[-1]) - position, signatures[path]
+    alike: dict[Hashable, dict[int, list[str]]] = {}
+    for path, nodes in layers.items():
+        alike.setdefault((path[:-1], _signature(graph, nodes)), {})[int(path[-1])] = nodes
+    for numbered in alike.values():
+        for first, last in runs(sorted(numbered)):
+            if last - first >= 2:
+                yield [numbered[number] for number in range(first, last + 1)]
 
 
 def _signature(graph: nx.DiGraph, nodes: Sequence[str]) -> Hashable:

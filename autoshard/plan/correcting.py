@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from autoshard.plan.infeasible import too_much
 from cost_model.deadline import Deadline, OutOfTime
@@ -30,14 +29,8 @@ _WORTH = 0.01
 """Share of the time that states must be able to save, by the bound, to be chosen once more."""
 
 
-class Chosen(Protocol):
-    """What programs within a limit have in common: states' layouts, or a family's."""
-
-    def narrowing(self, task: Narrowing, /) -> Narrowing:
-        """What is left of all that the task allows."""
-        ...
-
-
+Chosen = States | Narrowing
+"""What programs within a limit have in common: states' layouts, or what a family allows."""
 Fastest = Callable[[JointGraph, Chosen | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those that are chosen, within a limit less a reserve."""
 

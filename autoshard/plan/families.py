@@ -138,10 +138,10 @@ def asked_otherwise(name: str) -> str | None:
     return _OTHERWISE.get(_plain(name))
 
 
-def near_families(name: str, count: int = 3) -> list[str]:
+def near_families(name: str) -> list[str]:
     """Names of families that are written much like `name`."""
     known = _by_name()
-    found = difflib.get_close_matches(_plain(name), list(known), n=count)
+    found = difflib.get_close_matches(_plain(name), list(known))
     return list(dict.fromkeys(known[near].name for near in found))
 
 

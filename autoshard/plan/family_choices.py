@@ -259,19 +259,9 @@ SMALL_NODES, FEW_NODES = 64, 500
 three times as long to plan; of 4 layers of Llama-3-8B FSDP took 6 s of 36, and states did better."""
 
 
-@dataclass(frozen=True)
-class FamilyWithin:
-    """allowed: what the family allows."""
-
-    allowed: Narrowing
-
-    def narrowing(self, task: Narrowing) -> Narrowing:
-        """Of a task that allows all."""
-        return self.allowed
-
-
-def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[FamilyWithin]:
-    """FSDP first, which holds least, and in a small graph all others: those that the mesh and the model have."""
+def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[Narrowing]:
+    """What each allows, of a task that allows all: FSDP first, which holds least, and in a small graph all others that
+    the mesh and the model have."""
     fsdp = family_named("FSDP")
     assert fsdp is not None
     count = len(joint.graph.nodes)
@@ -279,4 +269,4 @@ def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[FamilyWithin]
     others = [family for family in OF_WEIGHTS if family is not fsdp and count <= SMALL_NODES]
     for family in (*first, *others):
         with suppress(InfeasibleError):
-            yield FamilyWithin(family_narrowing(family, joint, mesh))
+            yield family_narrowing(family, joint, mesh)

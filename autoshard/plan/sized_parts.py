@@ -15,9 +15,9 @@ from torch import fx
 from autoshard.plan.plan import PipelinePlan, Plan
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
-from passes.ir.sized_graph import SizedJoint
+from passes.ir.sized_graph import SizedJoint, mapped
 from passes.ir.torch_sizes import SYMBOLIC, SizesLost, SizeSymbols, counts_as, symbolic_sizes
-from passes.layout.layout import Assignment, Halo, Layout, NodeLayouts, Span, spans_of
+from passes.layout.layout import Assignment, Layout, NodeLayouts, Span, spans_of
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places, when_cut
 from passes.micro_batches.sized_piece import PieceSizes, SizedCut
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard
@@ -212,7 +212,7 @@ def _layouts(node: fx.Node, record: NodeRecord, read: dict[Place, list[Pair]], m
         if split.spans is not None
     }
     for way in enumerate_strategies(rule, operands, results, mesh, wider=wider, any_order=True):
-        if _in_numbers(way) == layouts:
+        if mapped(way, counts_as) == layouts:
             return way
     raise SizesLost(f"the parts of {record.name} follow from no size")
 
@@ -233,18 +233,3 @@ def _spans(rule: OpRule, name: str, factor: str, read: dict[Place, list[Pair]]) 
                     sizes, halo = layout.sizes[d], layout.halos[d]
                     found += [halo.spans] if halo is not None else [] if sizes is None else [spans_of(sizes)]
     return found
-
-
-def _in_numbers(way: NodeLayouts) -> NodeLayouts:
-    splits = tuple(structs.replace(one, spans=_counted(one.spans)) for one in way.splits)
-    return NodeLayouts(tuple(map(_numbered, way.operands)), tuple(map(_numbered, way.results)), splits)
-
-
-def _numbered(layout: Layout) -> Layout:
-    halos = [one if one is None else Halo(_counted(one.spans), one.summed) for one in layout.halos]
-    return structs.replace(layout, sizes=_counted(layout.sizes), halos=tuple(halos))
-
-
-def _counted(numbers: Any) -> Any:
-    """Tuples in which sizes are what they count as."""
-    return tuple(map(_counted, numbers)) if isinstance(numbers, tuple) else counts_as(numbers)

@@ -54,7 +54,7 @@ from passes.plan.planned_graph import Collective
 from passes.predict.prediction import MemoryWalk
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, Sought, alternatives
-from passes.search.find_states import OfferedStates
+from passes.search.find_states import OfferedStates, States
 from passes.search.judged_choice import Judgement, counted_seconds
 from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart, boundary_of
 from passes.states.compute_again import compute_again
@@ -201,7 +201,9 @@ def search_plans(
                 rivals(found)
                 return Judgement(found.phase_seconds, found.peak.nbytes)
 
-            narrowing = task.narrowing if chosen is None else chosen.narrowing(task.narrowing)
+            narrowing = (
+                chosen.narrowing(task.narrowing) if isinstance(chosen, States) else chosen or task.narrowing
+            )
 
             def search() -> Found:
                 given = joint, prices, task.boundary, memory_limit, reserve, narrowing

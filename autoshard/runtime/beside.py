@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from autoshard.refine.refine import ToTime
 from autoshard.refine.time_work import Timing, timing
@@ -29,11 +29,14 @@ from passes.predict.step_work import KernelCase
 _log = logging.getLogger("autoshard")
 
 
-class Talk(Protocol):
+class Talk:
     """The worker's end: it says things, and hears answers."""
 
-    def send(self, value: Any, /) -> None: ...
-    def recv(self) -> Any: ...
+    def __init__(self, talk: Connection) -> None:
+        self._talk, self.recv = talk, talk.recv
+
+    def send(self, value: Any) -> None:
+        self._talk.send(("said", value))
 
 
 @dataclass(frozen=True)
@@ -103,18 +106,10 @@ class Beside:
             os.waitpid(self._pid, 0)
 
 
-class _Said:
-    def __init__(self, talk: Connection) -> None:
-        self._talk, self.recv = talk, talk.recv
-
-    def send(self, value: Any) -> None:
-        self._talk.send(("said", value))
-
-
 def _worked(work: Search, talk: Connection) -> None:
     end: tuple[str, str | None] = ("ended", None)
     try:
-        work(_Said(talk))
+        work(Talk(talk))
     except BaseException as error:  # whatever it is, the steps go on
         _log.debug("beside the steps: %s", error, exc_info=True)
         end = "error", f"{type(error).__name__}: {error}"

@@ -148,7 +148,7 @@ def _whole(call: Call, plan: Plan) -> Lowering:
                 device = local_device(home.mesh)
                 pieces = PiecesOnRank(ours, cut.joint.pieces, Compiler(backend))
                 return program_in_pieces(pieces, *given, device, home.observers, around)
-            return Program(PhaseCode(ours[0], backend), *given, home.observers, around)
+            return Program(PhaseCode(ours[0], Compiler(backend)), *given, home.observers, around)
 
         return compiled
 

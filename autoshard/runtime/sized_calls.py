@@ -15,7 +15,7 @@ from autoshard.plan.sized_parts import is_for_sizes
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.executable import Home, MadeAhead, Running
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.making import Call
+from autoshard.runtime.making import Call, prepared
 from autoshard.runtime.module import Mode
 from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, sized_program
 from autoshard.watching.agreement import collectively, everyones
@@ -116,7 +116,7 @@ class AtSizes(MadeAhead):
         if not self._program.is_settled or self._calls <= MOST_EAGER:
             return None
         with home.stages("compiling the plan", (self._kind, backend)):
-            return collectively(home.mesh, lambda: self._alone(backend), what="compiling a plan")
+            return collectively(home.mesh, lambda: prepared(self._alone(backend)), what="compiling a plan")
 
 
 @dataclass

@@ -5,106 +5,43 @@ one program is that of all pieces, even and uneven ones, as far as what was aske
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from autoshard.runtime.call_program import Around, CallProgram
 from autoshard.runtime.compiled_pieces import PiecesRun, call_gradients, program_in_pieces
 from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.piece_code import Compiler, Like, PieceCode, PiecesOnRank
+from autoshard.runtime.piece_code import Compiler, PieceCode, PiecesOnRank
 from autoshard.runtime.pipeline_program import Staging, pipeline_gradients
 from autoshard.runtime.pipeline_stage import StageOnRank, StageRun
 from autoshard.runtime.process_groups import local_device
-from autoshard.runtime.sized_code import CompileSized, SizedCode, SizedEnds, Taking, Values
-from passes.compile.compile_graph import Compiled, compile_sized
+from autoshard.runtime.sized_code import CompilerAt, CompileSized, PhaseCodeAt, SizedCompiler, SizedPhases
+from passes.compile.compile_graph import compile_sized
 from passes.ir.joint import GraphInput
-from passes.ir.sized_graph import Looks, Numbers, SizedModule, filled
+from passes.ir.sized_graph import Looks, Numbers, Sized, SizedModule
 from passes.ir.torch_sizes import SizeSymbols
-from passes.lower.phases import Backward, BackwardHalves, split_backward
 from passes.lower.rank_program import RankProgram
-
-
-class _Compiler:
-    """Compiles graphs in symbols, which are told apart by which object they are; `at` has them for some sizes."""
-
-    def __init__(
-        self, symbols: SizeSymbols, numbers: Numbers, backend: str, compile_as: CompileSized
-    ) -> None:
-        self.joins = backend == "eager"
-        self._given = symbols, numbers, backend, compile_as
-        self._known: dict[object, tuple[fx.GraphModule, Taking, Values]] = {}
-        self._halves: dict[object, tuple[Backward, BackwardHalves]] = {}
-
-    def __call__(self, module: fx.GraphModule, adding: Sequence[int] = ()) -> tuple[Compiled, Like]:
-        symbols, numbers, backend, compile_as = self._given
-        values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-        results: Any = module.graph.output_node().args[0]
-        values += [results[place].meta["val"] for place in adding]
-        made = compile_as(module, symbols, backend, adding)
-        self._known[id(module), tuple(adding)] = module, Taking(made, numbers), Values(values, numbers)
-        return _not_run, ()
-
-    def halves(self, backward: Backward, first: Collection[str]) -> BackwardHalves:
-        key = id(backward), frozenset(first)
-        if key not in self._halves:
-            self._halves[key] = backward, split_backward(backward, first)
-        return self._halves[key][1]
-
-    def code(
-        self, module: fx.GraphModule, adding: Sequence[int], numbers: Sequence[Any]
-    ) -> tuple[Compiled, Like]:
-        _, run, values = self._known[id(module), tuple(adding)]
-        return run.at(numbers), values.at(numbers)
-
-
-def _not_run(inputs: list[Tensor]) -> Sequence[Tensor]:
-    raise AssertionError("code in symbols is for no call")
-
-
-@dataclass(frozen=True)
-class _CompilerAt:
-    made: _Compiler
-    numbers: Sequence[Any]
-
-    @property
-    def joins(self) -> bool:
-        return self.made.joins
-
-    def __call__(self, module: fx.GraphModule, adding: Sequence[int] = ()) -> tuple[Compiled, Like]:
-        return self.made.code(module, adding, self.numbers)
-
-    def halves(self, backward: Backward, first: Collection[str]) -> BackwardHalves:
-        return self.made.halves(backward, first)
 
 
 class _SizedPiece:
     """A rank's program of a piece, of the whole model or of a stage."""
 
-    def __init__(self, pieces: PiecesOnRank, numbers: Numbers, compile_: _Compiler) -> None:
+    def __init__(self, pieces: PiecesOnRank, numbers: Numbers, compile_: SizedCompiler) -> None:
         self.pieces, self._compile = pieces, compile_
         (code,) = pieces.codes
         self._parts = code.parts
-        self._given = numbers.placed(tuple(one.part for one in code.parts.given))
-        self._left = numbers.placed(tuple((one.start, one.length) for one in code.parts.left))
-        self._looks = Values([value for *_, value in pieces.placeholders()], numbers)
+        self._cut = Sized((code.parts.given, code.parts.left), numbers)
+        self._looks = Sized([value for *_, value in pieces.placeholders()], numbers)
         self._module = SizedModule(pieces.programs[0].local.module, numbers)
 
     def code(self, numbers: Sequence[Any]) -> PieceCode:
-        parts, given, left = self._parts, filled(self._given, numbers), filled(self._left, numbers)
-        pairs = zip(parts.left, left, strict=True)
-        return PieceCode(
-            replace(
-                parts,
-                given=tuple(replace(one, part=part) for one, part in zip(parts.given, given, strict=True)),
-                left=tuple(replace(one, start=start, length=length) for one, (start, length) in pairs),
-            ),
-            _CompilerAt(self._compile, numbers),
-        )
+        given, left = self._cut.at(numbers)
+        return PieceCode(replace(self._parts, given=given, left=left), CompilerAt(self._compile, numbers))
 
     def looks(self, numbers: Sequence[Any]) -> list[Tensor]:
         """Of the placeholders."""
@@ -159,8 +96,8 @@ class LoweredPiece:
     staging: Staging | None = None
 
 
-class SizedPieces(SizedCode):
-    """A piece in symbols, compiled."""
+class SizedPieces:
+    """As `SizedPhases`, a piece."""
 
     def __init__(
         self,
@@ -172,7 +109,7 @@ class SizedPieces(SizedCode):
         self.lowered, self.symbols, self.backend = lowered, symbols, backend
         self._compile_as = compile_as
         numbers = Numbers(symbols)
-        compile_ = _Compiler(symbols, numbers, backend, compile_as)
+        compile_ = SizedCompiler(symbols, numbers, backend, compile_as)
         pieces = [PiecesOnRank([program], lowered.pieces, compile_) for program in lowered.programs]
         staging = lowered.staging
         if staging is None:
@@ -186,15 +123,8 @@ class SizedPieces(SizedCode):
             else [_SizedPiece(one.without_gradients(), numbers, compile_) for one in pieces]
         )
         self._compile_all()
-        self.ends = SizedEnds(lowered.ends, numbers)
-        self._leaves = (
-            None
-            if staging is None
-            else (
-                Values(staging.ends.values, numbers),
-                Values([one for one in staging.ends.results if one is not None], numbers),
-            )
-        )
+        self.ends = Sized(lowered.ends, numbers)
+        self._met = None if staging is None else Sized(staging.ends, numbers)
         self.codes, self.holds = numbers.codes(), numbers.holds()
 
     def _compile_all(self) -> None:
@@ -214,18 +144,9 @@ class SizedPieces(SizedCode):
 
     def staging(self, numbers: Sequence[Any]) -> Staging | None:
         """Where the call meets the stages."""
-        if self.lowered.staging is None or self._leaves is None:
+        if self.lowered.staging is None or self._met is None:
             return None
-        values, results = (one.at(numbers) for one in self._leaves)
-        known = self.lowered.staging
-        made = iter(results)
-        ends = replace(
-            known.ends,
-            sides=self.ends.at(numbers).inputs,
-            values=values,
-            results=[None if one is None else next(made) for one in known.ends.results],
-        )
-        return replace(known, ends=ends)
+        return replace(self.lowered.staging, ends=self._met.at(numbers))
 
 
 class PiecesCodeAt:
@@ -253,3 +174,7 @@ class PiecesCodeAt:
             return self._staging.program(pieces, home.stage_clocks, around)
         device, rank = local_device(home.mesh), home.mesh.get_rank()
         return program_in_pieces(pieces[0], self.ends.inputs, home.spec, rank, device, home.observers, around)
+
+
+SizedCode = SizedPhases | SizedPieces
+CodeAt = PhaseCodeAt | PiecesCodeAt

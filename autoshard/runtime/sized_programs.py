@@ -15,8 +15,8 @@ from autoshard.runtime.beside import Beside, compiling
 from autoshard.runtime.executable import Home
 from autoshard.runtime.making import Call, ends_of, lowered_stages, lowered_whole, staging_of
 from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.sized_code import CodeAt, PhaseCodeAt, SizedCode, SizedPhases
-from autoshard.runtime.sized_pieces import LoweredPiece, PiecesCodeAt, SizedPieces
+from autoshard.runtime.sized_code import PhaseCodeAt, SizedPhases
+from autoshard.runtime.sized_pieces import CodeAt, LoweredPiece, PiecesCodeAt, SizedCode, SizedPieces
 from autoshard.watching.agreement import collectively, everyones
 from passes.ir.process_state import collector_paused
 from passes.ir.sized_graph import SizedJoint

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients, CallProgram
-from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
+from autoshard.runtime.leaves import InputSide, Leaves, conform, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
+from autoshard.runtime.piece_code import CompilesGraphs, Like
 from cost_model.mesh import MeshSpec
-from passes.compile.compile_graph import Compiled, compile_graph
+from passes.compile.compile_graph import Compiled
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.process_state import autocast_off
 from passes.lower.phases import Backward, Phases
@@ -29,7 +30,7 @@ class CompiledBackward:
     graph: Backward
     run: Compiled
     slots: list[int]
-    tangents: Sequence[Tensor]
+    tangents: Like
 
 
 class PhaseCode:
@@ -37,25 +38,35 @@ class PhaseCode:
 
     values, tangents: of the placeholders of the forward, and of the backward's tangents."""
 
-    def __init__(self, program: RankProgram, backend: str = "inductor") -> None:
-        self._program, self._backend = program, backend
+    def __init__(self, program: RankProgram, compile_: CompilesGraphs) -> None:
+        self._program, self._compile = program, compile_
         self.phases = phases = program.phases
         self.values = placeholder_values(phases.forward)
         self.tangents = tangent_values(phases)
-        self._backwards: dict[frozenset[int], CompiledBackward] = {}
+        self.backwards: dict[frozenset[int], Backward] = {}
+        self._compiled: dict[frozenset[int], CompiledBackward] = {}
+
+    def prepared(self) -> Iterator[None]:
+        """With all that a usual step runs."""
+        _ = self.forward
+        yield
+        if self.phases.backward is not None:
+            self.backward(usually_missing(self.phases.backward))
+            yield
 
     @cached_property
     def forward(self) -> Compiled:
-        return compile_graph(self.phases.forward, self._backend)
+        return self._compile(self.phases.forward)[0]
 
     def backward(self, missing: frozenset[int]) -> CompiledBackward:
-        if missing not in self._backwards:
-            graph = self._program.backward(missing)
+        if missing not in self._compiled:
+            if missing not in self.backwards:
+                self.backwards[missing] = self._program.backward(missing)
+            graph = self.backwards[missing]
             slots = slots_of(self.phases, graph)
-            tangents = expected(placeholder_values(graph.module)[len(slots) :])
-            run = compile_graph(graph.module, self._backend)
-            self._backwards[missing] = CompiledBackward(graph, run, slots, tangents)
-        return self._backwards[missing]
+            run, like = self._compile(graph.module)
+            self._compiled[missing] = CompiledBackward(graph, run, slots, like[len(slots) :])
+        return self._compiled[missing]
 
     def seen(self, backward: Backward | None) -> Phases:
         """What runs, for observers. backward: the one that does, in a backward."""
@@ -86,11 +97,7 @@ class Program(CallProgram):
         super().__init__(leaves, CallGradients(code.phases.outputs, tangents, list(known)), around)
 
     def prepared(self) -> Iterator[None]:
-        _ = self.code.forward
-        yield
-        if self.phases.backward is not None:
-            self.code.backward(usually_missing(self.phases.backward))
-            yield
+        return self.code.prepared()
 
     @property
     def gradients(self) -> Sequence[GraphOutput]:

@@ -15,8 +15,8 @@ from autoshard.plan.plan_fits import planned_graph
 from autoshard.plan.sized_parts import InSymbols, SizedPlan, is_for_sizes
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
-from autoshard.runtime.sized_code import SizedCode, SizedPhases
-from autoshard.runtime.sized_pieces import LoweredPiece, SizedPieces
+from autoshard.runtime.sized_code import SizedPhases
+from autoshard.runtime.sized_pieces import LoweredPiece, SizedCode, SizedPieces
 from autoshard.runtime.sized_programs import Agreed, with_code
 from autoshard.verification.simulated_step import StagePrograms
 from passes.capture import Captured

@@ -222,9 +222,7 @@ class Watch:
         error = getattr(sys, "last_value", None)
         with suppress(RuntimeError):
             said = "has ended" if error is None else f"has ended with {_first_line(error)}"
-            self.board.write(
-                "state", State(self.rank, -1, self.turns.last(), ended=said, failed=error is not None)
-            )
+            self.board.write("state", State(self.rank, -1, self.turns.last(), ended=said))
             if error is not None and self.failure is None:
                 where = f" after turn {self.turns.count}" if self.turns.count else ""
                 self.failure = f"rank {self.rank} {said}{where}\n  try: its own output says where"

@@ -73,7 +73,7 @@ class State:
     seconds: for how long it has been so.
     place:   file and line of the user's code where it is; "" while it computes and goes on.
     waits:   the function of torch.distributed in which its main thread sits outside any turn, "" if in none.
-    ended:   how it left, "" if it is there. failed: whether that was with an error.
+    ended:   how it left, "" if it is there.
     """
 
     rank: int
@@ -84,7 +84,6 @@ class State:
     place: str = ""
     waits: str = ""
     ended: str = ""
-    failed: bool = False
 
     @property
     def count(self) -> int:

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.errors import ProfileError, ShardingError, shown
+from cost_model.errors import ProfileError, ShardingError, is_number, is_whole, shown
 from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
@@ -128,11 +128,11 @@ def check_device_type(device_type: str) -> None:
 
 
 def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
-    number = isinstance(time_budget, (int, float)) and not isinstance(time_budget, bool)
-    if not number or not 0.0 < time_budget < float("inf"):
+    if not is_number(time_budget) or not 0.0 < time_budget < float("inf"):
         raise ProfileError(f"time_budget is {shown(time_budget)}\n  try: a number above 0, such as 60.0")
-    whole = isinstance(largest_nbytes, int) and not isinstance(largest_nbytes, bool)
-    if largest_nbytes is not None and not (whole and 2 * SMALLEST_NBYTES <= largest_nbytes < 2**40):
+    if largest_nbytes is not None and not (
+        is_whole(largest_nbytes) and 2 * SMALLEST_NBYTES <= largest_nbytes < 2**40
+    ):
         raise ProfileError(
             f"largest_nbytes is {shown(largest_nbytes)}; a curve starts at {SMALLEST_NBYTES} bytes\n"
             "  try: 2**26, the default on CPUs"

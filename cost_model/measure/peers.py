@@ -172,7 +172,7 @@ class Peers:
 
 
 @contextmanager
-def world_peers(device_type: str, timeout: timedelta = timedelta(minutes=5)) -> Generator[Peers]:
+def world_peers(device_type: str) -> Generator[Peers]:
     """All ranks of the world, which enter together. device_type: of the world's collectives.
 
     The world's own group serves where it computes on CPUs.
@@ -184,7 +184,7 @@ def world_peers(device_type: str, timeout: timedelta = timedelta(minutes=5)) -> 
     else:
         # A counter of the world names the group: a group of a subset of ranks that is made again would
         # find the addresses of the one before in the store.
-        group = dist.new_group(timeout=timeout, backend="gloo")
+        group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         try:
             yield Peers(group)

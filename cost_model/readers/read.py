@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 
-from cost_model.errors import ProfileError, checked_path, shown
+from cost_model.errors import ProfileError, checked_path, is_number, is_whole, shown
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measurements import CollectiveSamples, pooled
 from cost_model.mesh import MOST_DEVICES
@@ -80,15 +80,9 @@ def read_profile(
 
 
 def _check_options(rank_stride: object, busbw_limit: object) -> None:
-    integer = (
-        isinstance(rank_stride, int)
-        and not isinstance(rank_stride, bool)
-        and 1 <= rank_stride <= MOST_DEVICES
-    )
-    if rank_stride is not None and not integer:
+    if rank_stride is not None and not (is_whole(rank_stride) and 1 <= rank_stride <= MOST_DEVICES):
         raise ProfileError(f"rank_stride is {shown(rank_stride)}\n  try: 1 or more")
-    number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool) and busbw_limit > 0
-    if busbw_limit is not None and not number:
+    if busbw_limit is not None and not (is_number(busbw_limit) and busbw_limit > 0):
         raise ProfileError(f"busbw_limit is {shown(busbw_limit)}\n  try: bytes per second, above zero")
 
 

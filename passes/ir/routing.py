@@ -7,10 +7,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import TypeGuard
 
-from cost_model.errors import ShardingError, reject
+from cost_model.errors import ShardingError, is_number, reject
 
 
 @dataclass(frozen=True)
@@ -88,17 +86,13 @@ def checked_routing(routing: object) -> Routing:
     if routing is None:
         return BALANCED
     wanted = "1.5, for half as many rows again on the fullest rank, a list of rows by expert, or None"
-    if _is_number(routing) and 1.0 <= routing < math.inf:
+    if is_number(routing) and 1.0 <= routing < math.inf:
         return BALANCED if routing == 1 else Routing(float(routing))
     rows = routing if isinstance(routing, (list, tuple)) else []
-    total = math.fsum(rows) if all(_is_number(one) and 0.0 <= one < math.inf for one in rows) else 0.0
+    total = math.fsum(rows) if all(is_number(one) and 0.0 <= one < math.inf for one in rows) else 0.0
     if total == 0.0:
         raise reject("routing", routing, wanted)
     return Routing(shares=tuple(one / total for one in rows))
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_experts(routing: Routing, experts: set[int]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
+from msgspec import Struct, structs
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
@@ -23,6 +25,8 @@ from passes.ir.torch_sizes import (
     fakes_of,
     fixed,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,55 @@ def filled(argument: Any, numbers: Sequence[Any]) -> Any:
     return argument
 
 
+@dataclass(frozen=True)
+class _Looked:
+    look: Any
+
+
+class Sized(Generic[T]):
+    """What holds numbers, or tensors, in dataclasses and sequences; for some sizes tensors are without values."""
+
+    def __init__(self, value: T, numbers: Numbers) -> None:
+        def placed(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return numbers.place(leaf)
+            look = numbers.look(leaf)
+            sized = any(isinstance(number, Place) for number in (*look[0], *look[1]))
+            return _Looked(look) if sized else _on_meta(look)
+
+        self._value = mapped(value, placed)
+
+    def at(self, numbers: Sequence[Any]) -> T:
+        def number_of(leaf: Any) -> Any:
+            return (
+                _on_meta(filled(leaf.look, numbers)) if isinstance(leaf, _Looked) else filled(leaf, numbers)
+            )
+
+        return mapped(self._value, number_of)
+
+
+def _on_meta(look: Any) -> Tensor:
+    return torch.empty_strided(look[0], look[1], dtype=look[3], device="meta")
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """With other leaves of sequences, dataclasses and structs; itself where they are the same."""
+    if isinstance(value, (tuple, list)):
+        kind = tuple if isinstance(value, tuple) else list
+        new = kind(mapped(one, change) for one in value)
+        return value if all(map(operator.is_, new, value)) else new
+    replaced: Any = replace
+    if isinstance(value, Struct):
+        names, replaced = value.__struct_fields__, structs.replace
+    elif is_dataclass(value) and not isinstance(value, (type, Place, _Looked)):
+        names = [field.name for field in fields(value)]
+    else:
+        return change(value)
+    held = {name: getattr(value, name) for name in names}
+    new = {name: mapped(one, change) for name, one in held.items()}
+    return value if all(new[name] is one for name, one in held.items()) else replaced(value, **new)
+
+
 class Looks:
     """Fakes of one mode, one for each look. symbols: in which the numbers may be."""
 
@@ -166,22 +219,15 @@ class SizedModule:
     def at(self, numbers: Sequence[Any], looks: Looks, name: str = "GraphModule") -> fx.GraphModule:
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
+        fake_of = lambda value: looks.fakes[value.look] if isinstance(value, _Looked) else value
         for node in self._module.graph.nodes:
             copy = new[node] = copied_node(graph, node, new.__getitem__)
             if node in self._arguments:
                 args, kwargs = fx.map_arg(self._arguments[node], new.__getitem__)
                 copy.args, copy.kwargs = filled(tuple(args), numbers), filled(dict(kwargs), numbers)
             if node in self._values:
-                value = self._values[node]
-                copy.meta["val"] = (
-                    looks.fakes[value.look] if isinstance(value, _Looked) else _values(value, looks)
-                )
+                copy.meta["val"] = map_aggregate(self._values[node], fake_of)
         return lazy_module(graph, name)
-
-
-@dataclass(frozen=True)
-class _Looked:
-    look: Any
 
 
 def _looked(value: Any, looks: dict[int, Any], numbers: Numbers) -> Any:
@@ -190,10 +236,6 @@ def _looked(value: Any, looks: dict[int, Any], numbers: Numbers) -> Any:
     if id(value) not in looks:
         looks[id(value)] = numbers.look(value)
     return _Looked(looks[id(value)])
-
-
-def _values(value: Any, looks: Looks) -> Any:
-    return map_aggregate(value, lambda v: looks.fakes[v.look] if isinstance(v, _Looked) else v)
 
 
 class SizedJoint:

@@ -12,7 +12,6 @@ from autoshard import MeshSpec, find_plan
 from autoshard.plan import family_choices as module
 from autoshard.plan.family_choices import families_within
 from autoshard.planning import canonical_capture
-from passes.search.search_terms import Narrowing
 
 MESH = MeshSpec({"a": 4})
 
@@ -37,7 +36,7 @@ def test_all_of_small_graphs_one_of_larger_ones_and_none_of_large_ones(
 ) -> None:
     joint = canonical_capture(Tied(), WORDS, {}).joint
     found = list(families_within(joint, MESH))
-    assert len(found) >= 4 and all(family.narrowing(Narrowing()).allowed for family in found)
+    assert len(found) >= 4 and all(family.allowed for family in found)
     monkeypatch.setattr(module, "SMALL_NODES", len(joint.graph.nodes) - 1)
     assert len(list(families_within(joint, MESH))) == 1
     monkeypatch.setattr(module, "FEW_NODES", len(joint.graph.nodes) - 1)
