@@ -30,7 +30,7 @@ def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
     """Let every layer with parameters run as it is when it is called outside the model's forward.
 
     Tensors of such a call are the same on every rank, and so is what it returns: every rank has the layer's whole
-    parameters for the call, and gradients flow through. A call with a DTensor among its arguments is torch's own.
+    parameters for the call, and whole tensors for DTensors among its arguments. Gradients flow through.
     """
     calls = _DirectCalls()
     handles: list[RemovableHandle] = []
@@ -48,13 +48,14 @@ class _DirectCalls:
         self._outermost: nn.Module | None = None
         self._whole: AbstractContextManager[Any] = nullcontext()
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Parameters are plain before the first call, and while a call is captured.
-        is_parallel = next(_dtensors(module), None) is not None
+        if self._outermost is not None or next(_dtensors(module), None) is None:
+            return None
+        self._outermost, self._whole = module, _whole_parameters(module)
+        self._whole.__enter__()
         given = any(isinstance(value, DTensor) for value in pytree.tree_leaves((args, kwargs)))
-        if self._outermost is None and is_parallel and not given:
-            self._outermost, self._whole = module, _whole_parameters(module)
-            self._whole.__enter__()
+        return pytree.tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs)) if given else None
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is self._outermost:

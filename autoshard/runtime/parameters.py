@@ -24,15 +24,19 @@ from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
 from passes.ir.torch_dtensor import (
+    SET_PARAMETRIZED,
     answer_new_ops,
     dtensor_from,
     handle_dtensor_op,
     local_of,
+    read_dtensors_whole,
     set_dtensor_data_by,
     sharding_of,
+    take_gradients_of_dtensors,
     take_place_of,
     take_plain_tensors_as_replicated,
     wrap_dtensor_handler,
+    wrap_in_torch,
 )
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -68,8 +72,11 @@ def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()
     for op in (aten.convolution.default, aten.convolution_backward.default):
         wrap_dtensor_handler(op, convolved)
     answer_new_ops(_summed_first)
+    wrap_in_torch(SET_PARAMETRIZED, _set_data)
     set_dtensor_data_by(lambda target, value: as_laid_out(value, target))
     take_plain_tensors_as_replicated(device)
+    take_gradients_of_dtensors()
+    read_dtensors_whole()
     update_shards()
     shard_when_loaded()
 
@@ -101,6 +108,18 @@ def _summed_first(
             return propagate()
     take_place_of(target, target.redistribute(placements=placements))
     return op(*args, **kwargs)
+
+
+def _set_data(plain: Callable[..., None]) -> Callable[..., None]:
+    """`remove_parametrizations`: torch swaps the parameter with a value, which may be whole."""
+
+    def put(target: Tensor, value: Tensor) -> None:
+        if isinstance(target, DTensor):
+            target.data = value.detach()
+        else:
+            plain(target, value)
+
+    return put
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

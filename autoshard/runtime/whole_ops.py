@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.process_groups import pipeline_mesh_of
+from autoshard.runtime.process_groups import pipeline_mesh_of, whole_group
 from autoshard.runtime.sharding import as_laid_out
 from cost_model.errors import ShardingError
 from passes.ir.torch_compat import version_of
@@ -96,8 +97,12 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
         return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     if _errs(op, args) and any(not p.is_replicate() for value in given for p in value.placements):
         return _whole(op, args, kwargs, written)
-    is_random = torch.Tag.nondeterministic_seeded in op.tags
-    if written and not is_random and not _dtensors(args):  # `torch.eye(5, 3, out=p)`: sizes are of the whole
+    draws = _draws(op, args, kwargs)
+    if (
+        draws and _mesh(given[0]).device_type == "cpu" and not given[0].is_meta
+    ):  # torch draws in step on others alone
+        return _whole(op, args, kwargs, written)
+    if written and not draws and not _dtensors(args):  # `torch.eye(5, 3, out=p)`: sizes are of the whole
         return _whole(op, args, kwargs, written)
     try:
         found = propagate()
@@ -107,8 +112,6 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
                 f"{op} of a parallel model's parameter or gradient, which is of the whole batch and the same on all "
                 "ranks\n  try: leave the collective out; tensor.full_tensor() is the whole tensor"
             ) from None
-        if is_random:
-            raise
         return _whole(op, args, kwargs, written)
     if written:
         return _whole(op, args, kwargs, written) if _moves(found, written[0]) else found
@@ -138,6 +141,8 @@ def _errs(op: Any, args: tuple[Any, ...]) -> bool:
     if op is aten.gather.default:
         value, dim, index = args[:3]
         return any(index.shape[d] != value.shape[d] for d in range(value.ndim) if d != dim % value.ndim)
+    if op is aten.embedding.default:  # of rows in parts torch leaves a sum that can be made once
+        return True
     if op in _INDEXED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return op in _ERRING
@@ -185,6 +190,11 @@ def _whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list
     wholes = {id(value): _values(value) for value in _dtensors((args, kwargs))}
     whole = lambda value: wholes[id(value)]
     found = op(*pytree.tree_map_only(DTensor, whole, args), **pytree.tree_map_only(DTensor, whole, kwargs))
+    if _draws(op, args, kwargs):
+        _send_first(
+            [*pytree.tree_leaves(found), *(wholes[id(target)] for target in written)],
+            _mesh(_dtensors((args, kwargs))[0]),
+        )
     for target in written:
         _put(target, wholes[id(target)])
     if written:
@@ -193,6 +203,15 @@ def _whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list
         return found
     operands = _dtensors((args, kwargs))
     return pytree.tree_map_only(Tensor, lambda value: _like_one(value, operands), found)
+
+
+def _send_first(values: Iterable[Any], mesh: DeviceMesh) -> None:
+    """Into `values` those of the first rank: each has drawn its own."""
+    for value in {id(value): value for value in values if isinstance(value, Tensor)}.values():
+        sent = value.contiguous()
+        dist.broadcast(sent, group=whole_group(mesh), group_src=0)
+        if sent is not value:
+            value.copy_(sent)
 
 
 def _like_one(value: Tensor, operands: list[DTensor]) -> DTensor:
@@ -250,10 +269,22 @@ def _parts(values: Any) -> list[PartOfWhole]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, PartOfWhole)]
 
 
+def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is given, by the names of the op's schema."""
+    return {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it draws random numbers: dropout and attention do where they drop."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = _named(op, args, kwargs)
+    return given.get("dropout_p", given.get("p")) != 0.0 and given.get("train") is not False
+
+
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     """Operands that the op changes."""
-    named = zip((a.name for a in op._schema.arguments), args, strict=False)
-    given = {**dict(named), **kwargs}
+    given = _named(op, args, kwargs)
     changed = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return _dtensors([given.get(name) for name in changed])
 

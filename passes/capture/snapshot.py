@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -89,12 +90,23 @@ class Snapshot:
 
     def restore(self) -> None:
         """All as it was: the same objects in the same places."""
-        for container, old in self._containers:
-            refill(container.value, old)
-        for table, old in self._tables:
-            refill(table, old)
-        for _, module, attributes in self._modules:
-            refill(vars(module), attributes)
+        _put(self._holders())
+
+    def now(self) -> Callable[[], None]:
+        """What puts all as it is now."""
+        return partial(_put, [(holder, contents(holder)) for holder, _ in self._holders()])
+
+    def _holders(self) -> list[tuple[Any, Any]]:
+        return [
+            *((container.value, old) for container, old in self._containers),
+            *self._tables,
+            *((vars(module), attributes) for _, module, attributes in self._modules),
+        ]
+
+
+def _put(held: Iterable[tuple[Any, Any]]) -> None:
+    for holder, old in held:
+        refill(holder, old)
 
 
 def _check_parts(name: str, new: Mapping[str, nn.Module | None], old: Mapping[str, nn.Module | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
 from passes.capture.stand_ins import Spot, Uses, put_stand_ins
 from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, trace_cumulative_averages
-from passes.capture.trees import Static, Tree, changed_places, flatten, off_meta, retree, unflatten
+from passes.capture.trees import Tree, changed_places, flatten, off_meta, passed_on, retree, unflatten
 from passes.ir.joint import CPU
 from passes.ir.process_state import host_draws_told
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
@@ -94,11 +94,12 @@ class _Traceable(nn.Module):
         super().__init__()
         self.program, self.run, self.questions = program, run, questions
         self.spots, self.uses = spots, uses
-        self._during_backward = ExitStack()
+        self._during_backward, self.after_backward = ExitStack(), ExitStack()
         self._tensors: Sequence[Tensor] = ()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.end_backward()
+        self.after_backward.close()
         self.questions.begin()
         try:
             return self._flat(tensors)
@@ -114,15 +115,16 @@ class _Traceable(nn.Module):
         program, run = self.program, self.run
         count = len(program.slots)
         tree = off_meta(program.call, program.device_type)
-        arguments = _passed_on(tree)
-        with state_replaced(program.slots, tensors[:count]), state_kept(program.model, arguments) as before:
+        kept = state_kept(program.model, passed_on(tree))
+        with state_replaced(program.slots, tensors[:count]), kept as before:
             put_stand_ins(self.spots, self.uses)
             args, kwargs = call = unflatten(tree, tensors[count:])
             with seen_on(program.device_type), attributes_read(before) as run.reads, loops_ended():
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
+            changes = before.changes()
             arguments = [(Argument(path), value) for path, value in changed_places(tree, after, call)]
-            writes = (*before.changes(), *arguments)
+            writes = (*changes, *arguments)
             count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
             run.writes = (*writes, *self.questions.checks())
             outputs, run.outputs = flatten((result, tuple(value for _, value in run.writes)))
@@ -130,13 +132,18 @@ class _Traceable(nn.Module):
             run.passed = {i: given[id(t)] for i, t in enumerate(outputs) if id(t) in given}
             outputs = counted(outputs)
             rebound = rebound_buffers(program.slots, tensors[:count])
+            put_left = before.now() if changes or rebound else None
         run.output_count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
         if not run.returned:
             raise refused("its forward returns no tensor", "return the loss", model=program.model)
         if self.questions.history is not None:
             raise RunEnded
         self._tensors = tensors
-        self._during_backward.enter_context(state_replaced(program.slots, tensors[:count]))
+        if put_left is None:
+            self._during_backward.enter_context(state_replaced(program.slots, tensors[:count]))
+        else:
+            self.after_backward.callback(before.restore)
+            put_left()
         self._during_backward.enter_context(attributes_read(before, run.reads))
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
@@ -144,7 +151,8 @@ class _Traceable(nn.Module):
         return tuple(t.clone(memory_format=torch.contiguous_format) for t in flat)
 
     def end_backward(self) -> None:
-        """Until then modules hold the traced tensors: a custom function's backward may call them."""
+        """Until then modules hold the traced tensors, and what the forward left: a custom function's backward may call
+        them. `after_backward` puts back the rest."""
         self._during_backward.close()
 
     def check_gradients(self) -> None:
@@ -154,14 +162,6 @@ class _Traceable(nn.Module):
         ends = zip(names, self._tensors, strict=False)
         if left := [name for name, tensor in ends if tensor.is_leaf and tensor.grad is not None]:
             raise own_backward_error(self.program.model, left[0])
-
-
-def _passed_on(tree: Tree) -> Iterator[Any]:
-    """What a call passes on as it is: the forward gets the user's own object, not one like it."""
-    if isinstance(tree, Static):
-        yield tree.value
-    for child in getattr(tree, "children", ()):
-        yield from _passed_on(child)
 
 
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
@@ -212,7 +212,9 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Q
             questions.answered(),
         ):
             stack.enter_context(context)
-        run.aot = _joint(program, _Traceable(program, run, spots, uses, questions), answers)
+        traceable = _Traceable(program, run, spots, uses, questions)
+        stack.enter_context(traceable.after_backward)
+        run.aot = _joint(program, traceable, answers)
         check_backward_writes(before, run.places)
     return run
 

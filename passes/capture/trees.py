@@ -7,7 +7,7 @@ tensor attributes) and built again, so that no model needs to register its types
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -221,6 +221,14 @@ def items_of(tree: Nest | Instance, value: Any) -> list[Any]:
 Step = tuple[str, Any]
 """From a value to what it holds: ("item", key) or ("attribute", name)."""
 Path = tuple[Step, ...]
+
+
+def passed_on(tree: Tree) -> Iterator[Any]:
+    """What a call passes on as it is: the forward gets the user's own object, not one like it."""
+    if isinstance(tree, Static):
+        yield tree.value
+    for child in getattr(tree, "children", ()):
+        yield from passed_on(child)
 
 
 def changed_places(before: Tree, after: Tree, value: Any, path: Path = ()) -> list[tuple[Path, Any]]:

@@ -94,6 +94,8 @@ CLIP_BY_VALUE: Places = (
 )
 GATHER_STATE: Places = (("torch.distributed.checkpoint.state_dict", "_gather_state_dict"),)
 """Makes DTensors of a state dict whole. Since torch 2.3."""
+SET_PARAMETRIZED: Places = (("torch.nn.utils.parametrize", "_maybe_set"),)
+"""(parameter, value): what `remove_parametrizations` leaves in the parameter. Since torch 2.2."""
 DISTRIBUTE_STATE: Places = (("torch.distributed._state_dict_utils", "_distribute_tensors"),)
 """(state dict, keys, ...) -> its pairs of a DTensor and a whole tensor become one DTensor. Since torch 2.4."""
 
@@ -135,9 +137,37 @@ def take_plain_tensors_as_replicated(device: torch.device) -> None:
             Sets.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[union-attr]
 
 
+def take_gradients_of_dtensors() -> None:
+    """From now on the gradient of a whole tensor that was a DTensor's may be a DTensor, as it is where that met others:
+    `(p.full_tensor() * q).sum()`. `_ToTorchTensor` since 2.0."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._api import _ToTorchTensor
+
+    torchs: Any = _ToTorchTensor.backward
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torchs(ctx, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+
+    if not hasattr(torchs, "of_dtensors"):
+        backward.of_dtensors = True  # type: ignore[attr-defined]
+        _ToTorchTensor.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+def read_dtensors_whole() -> None:
+    """From now on `f"{p.norm():.3f}"` and `.tolist()` of a DTensor are those of the whole tensor, as `.item()` is where
+    its op is handled so: torch refuses both."""
+    from torch.distributed.tensor import DTensor
+
+    def whole(value: Any) -> torch.Tensor:
+        return value.detach().clone().full_tensor()
+
+    DTensor.tolist = lambda self: whole(self).tolist()  # type: ignore[method-assign]
+    DTensor.__format__ = lambda self, how: format(whole(self), how) if how else str(self)  # type: ignore[method-assign]
+
+
 def set_dtensor_data_by(setter: Callable[[Any, torch.Tensor], Any]) -> None:
-    """Let `x.data = value` of a DTensor take `setter(x, value)`, a DTensor laid out as x, with its local tensor: torch
-    changes the wrapper alone, so nothing. `_local_tensor` since 2.0."""
+    """Let `x.data = value` of a DTensor take `setter(x, value)`, a DTensor laid out as x, whose sizes and dtype may be
+    others: torch changes the wrapper alone, so nothing."""
     from torch.distributed.tensor import DTensor
 
     plain: Any = torch._C.TensorBase.__dict__["data"]
@@ -145,7 +175,7 @@ def set_dtensor_data_by(setter: Callable[[Any, torch.Tensor], Any]) -> None:
     def put(x: Any, value: torch.Tensor) -> None:
         laid_out = setter(x, value)
         plain.__set__(x, laid_out)
-        x._local_tensor = laid_out._local_tensor
+        take_place_of(x, laid_out)
 
     if not isinstance(vars(DTensor).get("data"), property):
         DTensor.data = property(plain.__get__, put)  # type: ignore[assignment, method-assign]

@@ -142,3 +142,41 @@ def test_flags_of_gradients_that_forward_sets() -> None:
     model.made[1] = nn.Identity()
     check(model, x)
     check(Judged(False).double(), x)
+
+
+class ByOwner(torch.autograd.Function):
+    """Its backward reads an attribute as the forward has left it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Any) -> Tensor:
+        ctx.owner = owner
+        return x * owner.scale
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        return slopes[0] * ctx.owner.scale * len(ctx.owner.seen), None
+
+
+class Sets(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.mix, self.seen = how, nn.Linear(6, 6), [0]
+        if how == "buffer":
+            self.register_buffer("scale", torch.ones(6))
+        else:
+            self.scale: Any = None if how == "none" else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().abs().mean(0) + 1
+        self.scale = self.scale + 1 if self.how == "count" else mean if self.how == "buffer" else 3.0
+        self.seen.append(1)
+        return ByOwner.apply(torch.tanh(self.mix(x)), self)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("how", ["number", "none", "count", "buffer"])
+def test_a_backward_reads_what_forward_left(how: str) -> None:
+    model = Sets(how)
+    before = {**vars(model)}
+    captured = check(model, torch.randn(4, 6))
+    assert vars(model) == before and model.seen == [0]
+    assert ("scale" in captured.reads[model]) is (how == "count")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 from autoshard.runtime.parameters import complete_dtensor_ops
 from tests.ranks import RankPool
 
 WHOLE = torch.arange(15.0).view(5, 3)
+LONGER = torch.arange(21.0, dtype=torch.float64).view(7, 3)
 
 
 def _made() -> tuple[Any, DTensor]:
@@ -48,13 +50,36 @@ def _assigned(rank: int) -> list[Tensor]:
         parameter.data = value
         found.append(parameter.full_tensor())
     assert parameter.placements == (Shard(0),)
-    return found
+    parameter.data = LONGER
+    doubled: Any = parameter * 2
+    return [*found, parameter.full_tensor(), doubled.full_tensor()]
 
 
 def test_data_is_assigned(ranks: RankPool) -> None:
     for found in ranks.run(_assigned, world=2):
-        for ours, theirs in zip(found, (WHOLE * 2, WHOLE + 1, WHOLE + 2), strict=True):
+        for ours, theirs in zip(found, (WHOLE * 2, WHOLE + 1, WHOLE + 2, LONGER, 2 * LONGER), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+class _Doubled(nn.Module):
+    """Whole, as what a layer of a parallel model makes when it is called by itself."""
+
+    def forward(self, x: Any) -> Tensor:
+        return 2 * x.full_tensor()
+
+
+def _unparametrized(rank: int) -> Tensor:
+    layer = nn.Linear(3, 5, bias=False)
+    layer.weight = original = nn.Parameter(_made()[1])
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    parametrize.remove_parametrizations(layer, "weight")
+    assert layer.weight is original and original.placements == (Shard(0),)  # type: ignore[attr-defined]
+    return original.full_tensor().detach()  # type: ignore[attr-defined]
+
+
+def test_a_parametrization_leaves_its_value(ranks: RankPool) -> None:
+    for found in ranks.run(_unparametrized, world=2):
+        torch.testing.assert_close(found, 2 * WHOLE)
 
 
 def _mixed(rank: int) -> list[Tensor]:
@@ -83,11 +108,15 @@ def _read(rank: int) -> list[Any]:
         parameter.sum().item(),
         bool(torch._is_any_true(last)),
         bool(torch._is_all_true(last)),
+        parameter.sum(1).tolist(),
+        parameter[3:].tolist(),
+        f"{parameter.sum():.2f} {pending:.1f}",
     ]
 
 
 def test_numbers_are_read_of_the_whole_tensor(ranks: RankPool) -> None:
-    assert ranks.run(_read, world=2) == [[3.0, 105.0, True, False]] * 2
+    wanted = [3.0, 105.0, True, False, WHOLE.sum(1).tolist(), WHOLE[3:].tolist(), "105.00 3.0"]
+    assert ranks.run(_read, world=2) == [wanted] * 2
 
 
 def _written(x: Tensor) -> list[Tensor]:

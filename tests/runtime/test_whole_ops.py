@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autoshard.runtime.parameters import complete_dtensor_ops
 from tests.ranks import RankPool
@@ -132,6 +133,7 @@ READS: dict[str, Callable[[Any], Any]] = {
         p[p > 0.1].sum() + p[p[:, 1] > 0].mean() + p.masked_select(p > 1).square().sum()
     ),
     "gather of fewer rows": lambda p: p.gather(1, torch.tensor([[1], [2]])),
+    "rows of an embedding, twice": lambda p: (e := F.embedding(torch.tensor([1, 8, 8]), p)).cos() * e,
     "the k-th smallest": lambda p: p.abs().flatten().kthvalue(20).values,
     "mse_loss": lambda p: F.mse_loss(p, OTHER),
     "smooth_l1_loss": lambda p: F.smooth_l1_loss(p, OTHER),
@@ -176,6 +178,45 @@ def test_what_is_read_and_its_gradient_are_of_the_whole(ranks: RankPool) -> None
         for (name, dim), ours in found.items():
             wanted = _read(WHOLE.clone(), READS[name])
             torch.testing.assert_close(ours, wanted, msg=lambda text, of=(name, dim): f"{of}: {text}")
+
+
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "normal_": lambda p: p.normal_(),
+    "orthogonal_": nn.init.orthogonal_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "a generator": lambda p: p.uniform_(generator=torch.Generator().manual_seed(7)),
+    "a row": lambda p: p[1].normal_(),
+    "rand_like": lambda p: p.add_(torch.rand_like(p)),
+    "dropout": lambda p: p.copy_(F.dropout(p, 0.5)),
+    "poisson": lambda p: p.copy_(torch.poisson(p.abs())),
+    "after all": lambda p: p.normal_(),
+}
+
+
+def _draw(p: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, draw in DRAWS.items():
+            draw(p)
+            found[name] = p.full_tensor().clone() if isinstance(p, DTensor) else p.clone()
+    return found
+
+
+def _drawn(rank: int, placements: Any) -> dict[str, Tensor]:
+    """Ranks begin with other states of their generators."""
+    mesh = init_device_mesh("cpu", (3,))
+    complete_dtensor_ops(torch.device("cpu"), [mesh])
+    torch.manual_seed(rank)
+    return _draw(distribute_tensor(WHOLE.clone(), mesh, placements))
+
+
+@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]], ids=str)
+def test_random_numbers_are_those_of_one_process(ranks: RankPool, placements: Any) -> None:
+    torch.manual_seed(0)
+    wanted = _draw(WHOLE.clone())
+    for found in ranks.run(_drawn, placements, world=3):
+        for name, ours in found.items():
+            torch.testing.assert_close(ours, wanted[name], msg=lambda text, of=name: f"{of}: {text}")
 
 
 def _without_versions(rank: int) -> Any:
