@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -38,10 +38,7 @@ def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mappin
     named = {spec.name for node, spec in joint.given if node in experts}
     for spec, node in joint.returned:
         if spec.kind == "grad" and node is not None:
-            axes = summed - by_expert if spec.name in named else summed
-            found[_made(node).name] = _most(
-                lambda one, axes=axes: len(axes & {axis for axis, _ in one.partial})
-            )
+            found[_made(node).name] = _pending(summed - by_expert if spec.name in named else summed)
     for node in joint.graph.nodes if stored else ():
         if is_use(node) and node.meta.get("runs") == "before":
             axes, sign = (
@@ -49,9 +46,15 @@ def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mappin
                 1 if configuration.each_piece else -1,
             )
             found[node.name] = _most(lambda one, axes=axes, sign=sign: sign * len(axes & _splits(one)))
-        elif is_collect(node) and configuration.each_piece:
-            found[node.name] = _most(lambda one: len(stored & _splits(one)))
+        elif is_collect(node):
+            split = _most(lambda one: len(stored & _splits(one)))
+            found[node.name] = split if configuration.each_piece else _pending(summed)
     return found
+
+
+def _pending(axes: Set[str]) -> Choose:
+    """Those that are sums to come over most of these axes."""
+    return _most(lambda one: len(axes & {axis for axis, _ in one.partial}))
 
 
 @dataclass(frozen=True)
