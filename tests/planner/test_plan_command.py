@@ -95,13 +95,16 @@ def test_gathers_of_each_piece_cost_more_than_those_of_a_step() -> None:
     assert runs[0].seconds > 1.2 * runs[1].seconds
 
 
-def test_gradients_of_zero_3_stay_split_between_pieces() -> None:
-    """1,104 float32 numbers on 2 ranks."""
-    each = Configuration("accelerate", shard=2, accumulation=4)
-    plan = planned(each)
-    half = 4 * (16 * 64 + 64 + 64 * 16 + 16) / 2
+@pytest.mark.parametrize("each_piece", [True, False])
+def test_gradients_between_pieces(each_piece: bool) -> None:
+    """Of ZeRO-3 those of 2,128 float32 numbers stay split on 2 ranks; reduced once a step, they are whole."""
+    plan = planned(Configuration("accelerate", shard=2, accumulation=4, each_piece=each_piece))
+    numbers = 16 * 64 + 64 + 64 * 16 + 16
     assert isinstance(plan, Plan) and plan.memory
-    assert plan.memory.by_kind["gradients"] == pytest.approx(half, abs=8)
+    collected = [r.results[0].layout for r in plan.records if r.op == "collect" and r.results[0].shape]
+    assert len(collected) == 4 and all(bool(layout.partial) != each_piece for layout in collected)
+    if each_piece:
+        assert plan.memory.by_kind["gradients"] == pytest.approx(4 * numbers / 2, abs=8)
 
 
 def test_what_is_not_compiled_moves_more() -> None:
