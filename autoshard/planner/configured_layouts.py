@@ -36,9 +36,14 @@ def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mappin
     stored, by_expert = frozenset(configuration.stored_axes), frozenset(configuration.expert_axes)
     experts = made_of_experts(joint) if by_expert else frozenset()
     named = {spec.name for node, spec in joint.given if node in experts}
+    split = _most(lambda one: len(stored & _splits(one)))
     for spec, node in joint.returned:
         if spec.kind == "grad" and node is not None:
-            found[_made(node).name] = _pending(summed - by_expert if spec.name in named else summed)
+            pending = _pending(summed - by_expert if spec.name in named else summed)
+            *after, made = _until_made(node)
+            for one in filter(is_collect, after):
+                found[one.name] = split if configuration.each_piece else pending
+            found[made.name] = pending
     for node in joint.graph.nodes if stored else ():
         if is_use(node) and node.meta.get("runs") == "before":
             axes, sign = (
@@ -46,9 +51,6 @@ def _as_frameworks_do(joint: JointGraph, configuration: Configuration) -> Mappin
                 1 if configuration.each_piece else -1,
             )
             found[node.name] = _most(lambda one, axes=axes, sign=sign: sign * len(axes & _splits(one)))
-        elif is_collect(node):
-            split = _most(lambda one: len(stored & _splits(one)))
-            found[node.name] = split if configuration.each_piece else _pending(summed)
     return found
 
 
@@ -113,11 +115,12 @@ def _splits(layout: Layout) -> frozenset[str]:
     return frozenset(itertools.chain(*layout.dims))
 
 
-def _made(gradient: fx.Node) -> fx.Node:
-    """Where it is made, before it is cast, viewed or added to those of other pieces."""
-    while is_collect(gradient) or is_view(gradient) or is_cast(gradient):
-        gradient = gradient.all_input_nodes[0]
-    return gradient
+def _until_made(gradient: fx.Node) -> list[fx.Node]:
+    """From where it is returned to where it is made, before it is cast, viewed or added to those of other pieces."""
+    found = [gradient]
+    while is_collect(found[-1]) or is_view(found[-1]) or is_cast(found[-1]):
+        found.append(found[-1].all_input_nodes[0])
+    return found
 
 
 def _most(good: Callable[[Layout], int]) -> Choose:
