@@ -5,8 +5,7 @@ model = autoshard(model, mesh)
 
 from autoshard.api import autoshard, is_tuned, random_state
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
-from autoshard.data.batches import ArrayDataset, PartialDataset
-from autoshard.data.loader import data_loader
+from autoshard.data.loader import ArrayDataset, PartialDataset, data_loader
 from autoshard.data.scatter import gather, scatter, weighted_mean
 from autoshard.neighborhood import halo_exchange
 from autoshard.plan.answer import Answer

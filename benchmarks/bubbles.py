@@ -16,8 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, torch_schedule
-from passes.stages.pipeline_orders import pipeline_order
-from passes.stages.pipeline_timeline import StageSeconds, pipeline_timeline
+from passes.stages.pipeline_orders import StageSeconds, pipeline_order, pipeline_timeline
 from passes.stages.stage_graph import Crossing
 
 RANKS, STEPS = 4, 8

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
-import cost_model.measure.host_groups
+import cost_model.measure.host_memory
 from benchmarks.fault_cases import (
     CASES,
     ODD,
@@ -273,7 +273,7 @@ def in_setup(fault: Callable[[], object], odd: int) -> Callable[[int], None]:
     """While the memory that ranks of a host share is set up, in the first step."""
 
     def run(rank: int) -> None:
-        joined = cost_model.measure.host_groups._joined
+        joined = cost_model.measure.host_memory._joined
 
         def faulty(*args: Any) -> Any:
             mark()
@@ -281,7 +281,7 @@ def in_setup(fault: Callable[[], object], odd: int) -> Callable[[int], None]:
                 fault()
             return joined(*args)
 
-        cost_model.measure.host_groups._joined = faulty
+        cost_model.measure.host_memory._joined = faulty
         train(parallel())
 
     return run

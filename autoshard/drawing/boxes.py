@@ -1,12 +1,19 @@
-"""What is written in a box: title, collectives, parameters, ops and results of a group."""
+"""Boxes of a drawing: what is written in them (title, collectives, parameters, ops and results of a group), in which
+row they stand, and where in the row.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import networkx as nx
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
 
 from autoshard.drawing.drawn_groups import OWN_BOX, Group, Grouping
 from autoshard.plan.plan_graph import Moved, collectives, colour, price
@@ -166,3 +173,196 @@ def _tooltip(graph: nx.DiGraph, group: Group) -> str:
         lines = [*lines[:MOST_TOOLTIP], f"… and {len(lines) - MOST_TOOLTIP} more lines"]
     sources = sorted({str(graph.nodes[node].get("source", "")) for node in group.members} - {""})
     return "\n".join([*lines, *sources[:3]])
+
+
+@dataclass
+class _Program:
+    """minimise cost @ x subject to: for each constraint, the sum of its terms is at most its bound."""
+
+    cost: list[float]
+    entries: list[tuple[int, int, float]] = field(default_factory=list)  # (constraint, variable, factor)
+    bounds: list[float] = field(default_factory=list)
+
+    def at_most(self, bound: float, *terms: tuple[int, float]) -> None:
+        self.entries += [(len(self.bounds), variable, factor) for variable, factor in terms]
+        self.bounds.append(bound)
+
+    def solve(self) -> list[float]:
+        if not self.bounds:
+            return [0.0] * len(self.cost)
+        rows, columns, factors = zip(*self.entries, strict=True)
+        matrix = coo_array((factors, (rows, columns)), shape=(len(self.bounds), len(self.cost)))
+        answer = linprog(
+            np.array(self.cost), A_ub=matrix.tocsr(), b_ub=np.array(self.bounds), method="highs-ds"
+        )
+        assert answer.status == 0, answer.message
+        return answer.x.tolist()
+
+
+def assign_rows(groups: Sequence[Group], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Row of every group, 0 at the top.
+
+    A forward group is below all it reads, a backward group above all it reads. Among the rows that
+    keep this the sum of edge lengths is least, and modules have forward and backward side by side
+    (a difference costs like four rows of an edge). The program is the dual of a network flow, so its
+    vertices, and with them the rows, are whole numbers.
+    """
+    program = _Program([0.0] * len(groups))
+    for source, target in edges:
+        if groups[source].phase == groups[target].phase:
+            upper, lower = (source, target) if groups[source].phase == "forward" else (target, source)
+            program.at_most(-1.0, (upper, 1.0), (lower, -1.0))
+            program.cost[upper] -= 1.0
+            program.cost[lower] += 1.0
+        else:
+            # a forward value in the row of the backward op that reads it
+            _pull_together(program, source, target, 0.2)
+    for forward, backward in _pairs(groups):
+        # a module's forward and backward in one row, against the length of one edge
+        _pull_together(program, forward, backward, 4.0)
+    rows = [round(value) for value in program.solve()[: len(groups)]]
+    top = min(rows, default=0)
+    return [row - top for row in rows]
+
+
+def _pull_together(program: _Program, first: int, second: int, weight: float) -> None:
+    """Add weight * |row of first - row of second| to the cost."""
+    distance = len(program.cost)
+    program.cost.append(weight)
+    program.at_most(0.0, (first, 1.0), (second, -1.0), (distance, -1.0))
+    program.at_most(0.0, (second, 1.0), (first, -1.0), (distance, -1.0))
+
+
+def _pairs(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """(forward, backward) groups of the same key. If a module is in several groups, the first
+    forward one goes with the last backward one: backward runs in reverse."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for group in groups:
+        found.setdefault((group.key, group.phase), []).append(group.index)
+    return [
+        pair
+        for (key, phase), forward in found.items()
+        if phase == "forward"
+        for pair in zip(forward, reversed(found.get((key, "backward"), [])), strict=False)
+    ]
+
+
+GAP = 18.0
+LANE_WIDTH = 6.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """centre: box -> x of its middle; lanes: edge -> the (row, x) points it passes between boxes;
+    left, right: the extent of all boxes."""
+
+    centre: dict[int, float]
+    lanes: dict[tuple[int, int], list[tuple[int, float]]]
+    left: float
+    right: float
+
+
+def place_column(rows: dict[int, int], widths: dict[int, float], edges: Sequence[tuple[int, int]]) -> Column:
+    """Place the boxes (keys of `rows`, which gives each its row) so that `edges` (upper, lower) are
+    short. An edge over several rows gets a lane, a narrow box in every row that it passes."""
+    cells: list[list[int]] = [[] for _ in range(1 + max(rows.values(), default=0))]
+    for box, row in rows.items():
+        cells[row].append(box)
+    wide, links, chains = dict(widths), [], {}
+    fresh = 1 + max(rows, default=0)
+    for upper, lower in edges:
+        chain = [upper]
+        for row in range(rows[upper] + 1, rows[lower]):
+            cells[row].append(fresh)
+            wide[fresh] = LANE_WIDTH
+            chain.append(fresh)
+            fresh += 1
+        chain.append(lower)
+        links += itertools.pairwise(chain)
+        chains[upper, lower] = chain
+    neighbours = _neighbours(wide, links)
+    _order(cells, neighbours)
+    centre = _centres(cells, wide, neighbours)
+    lanes = {
+        edge: [(rows[edge[0]] + i, centre[c]) for i, c in enumerate(chain)][1:-1]
+        for edge, chain in chains.items()
+    }
+    left = min((centre[box] - widths[box] / 2 for box in rows), default=0.0)
+    right = max((centre[box] + widths[box] / 2 for box in rows), default=0.0)
+    lane_xs = [x for points in lanes.values() for _, x in points]
+    return Column({box: centre[box] for box in rows}, lanes, min([left, *lane_xs]), max([right, *lane_xs]))
+
+
+def spread(wanted: Sequence[float], weights: Sequence[float], apart: Sequence[float]) -> list[float]:
+    """The positions nearest to `wanted` (weighted least squares) with position i+1 at least apart[i] right
+    of position i. Pool adjacent violators, on the positions less the room that those before them need."""
+    offsets = list(itertools.accumulate(apart, initial=0.0))[: len(wanted)]
+    pools: list[tuple[float, float, int]] = []  # (position, weight, count) of targets that share it
+    for target, offset, weight in zip(wanted, offsets, weights, strict=True):
+        position, count = target - offset, 1
+        while pools and pools[-1][0] > position:
+            other, heavy, many = pools.pop()
+            position = (other * heavy + position * weight) / (heavy + weight)
+            weight, count = weight + heavy, count + many
+        pools.append((position, weight, count))
+    positions = [position for position, _, count in pools for _ in range(count)]
+    return [position + offset for position, offset in zip(positions, offsets, strict=True)]
+
+
+def _neighbours(
+    wide: dict[int, float], links: Sequence[tuple[int, int]]
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """(cells above each cell, cells below each cell)."""
+    above: dict[int, list[int]] = {cell: [] for cell in wide}
+    below: dict[int, list[int]] = {cell: [] for cell in wide}
+    for upper, lower in links:
+        above[lower].append(upper)
+        below[upper].append(lower)
+    return above, below
+
+
+def _order(cells: list[list[int]], neighbours: tuple[dict[int, list[int]], dict[int, list[int]]]) -> None:
+    """Sort each row by the mean place of its neighbours in the row before; down, then up, a few times."""
+    for sweep in range(6):
+        near = neighbours[sweep % 2]
+        row_order = cells if sweep % 2 == 0 else cells[::-1]
+        place: dict[int, float] = {}
+        for row in row_order:
+            here = {cell: index / max(1, len(row)) for index, cell in enumerate(row)}
+            seen = {cell: [place[n] for n in near[cell] if n in place] for cell in row}
+            row.sort(key=lambda cell: sum(seen[cell]) / len(seen[cell]) if seen[cell] else here[cell])
+            place.update({cell: (index + 0.5) / len(row) for index, cell in enumerate(row)})
+
+
+def _centres(
+    cells: Sequence[Sequence[int]],
+    wide: dict[int, float],
+    neighbours: tuple[dict[int, list[int]], dict[int, list[int]]],
+) -> dict[int, float]:
+    """x of every cell: near the weighted mean of its neighbours, long edges straight before all."""
+    centre: dict[int, float] = {}
+    for row in cells:
+        apart = _apart(row, wide)
+        start = [-sum(apart) / 2 + offset for offset in itertools.accumulate(apart, initial=0.0)]
+        centre.update(zip(row, start, strict=False))
+    links = {
+        cell: [(n, _weight(wide[cell], wide[n])) for side in neighbours for n in side[cell]] for cell in wide
+    }
+    for sweep in range(24):
+        for row in cells if sweep % 2 == 0 else reversed(cells):
+            weights = [sum(weight for _, weight in links[cell]) or 0.1 for cell in row]
+            wanted = [
+                sum(centre[n] * weight for n, weight in links[cell]) / total if links[cell] else centre[cell]
+                for cell, total in zip(row, weights, strict=True)
+            ]
+            centre.update(zip(row, spread(wanted, weights, _apart(row, wide)), strict=True))
+    return centre
+
+
+def _weight(width: float, other: float) -> float:
+    """Of a link, by how many of its ends are lanes."""
+    return (1.0, 2.0, 8.0)[(width == LANE_WIDTH) + (other == LANE_WIDTH)]
+
+
+def _apart(row: Sequence[int], wide: dict[int, float]) -> list[float]:
+    return [(wide[a] + wide[b]) / 2 + GAP for a, b in itertools.pairwise(row)]

@@ -31,7 +31,7 @@ from autoshard.plan.plan_graph import collectives, colour, price
 from autoshard.plan.why_not import PlanQuestions
 from cost_model.errors import PlanError, checked_path, write_text
 from cost_model.memory import format_seconds
-from passes.stages.pipeline_timeline import PipelineTimeline
+from passes.stages.pipeline_orders import PipelineTimeline
 
 _HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')
 _BETWEEN_STAGES, _BETWEEN_TIMELINES = 40.0, 24.0

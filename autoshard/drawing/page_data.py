@@ -27,7 +27,7 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import spans_of
 from passes.plan.planned_graph import NodeRecord, ResultRecord
 from passes.predict.prediction import KINDS, TimelinePart
-from passes.stages.pipeline_timeline import PipelineTimeline
+from passes.stages.pipeline_orders import PipelineTimeline
 
 Json = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 from cost_model.memory import format_seconds
-from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
+from passes.stages.pipeline_orders import PipelineEvent, PipelineTimeline
 
 _COLOURS: Mapping[SpanKind, str] = {
     "once": "#b7bfcc",

@@ -23,8 +23,7 @@ from cost_model.deadline import Deadline
 from cost_model.errors import reject
 from cost_model.memory import format_seconds
 from passes.ir.joint import JointGraph
-from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Assignment
+from passes.layout.layout import Assignment, JoinedAxes
 from passes.search.find import Found
 from passes.solver.solve import ROUNDING
 from passes.strategies.prices import Prices

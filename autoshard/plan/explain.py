@@ -19,7 +19,7 @@ from autoshard.plan.plan_words import (
 )
 from autoshard.plan.stage_schedule import fullest_rank
 from cost_model.memory import communicators, format_bytes, format_seconds
-from passes.layout.joined_axes import joined_text
+from passes.layout.layout import joined_text
 from passes.plan.describe import format_graph, raced_mark
 
 

@@ -24,8 +24,13 @@ from passes.redistribution.redistribute import Redistributor
 from passes.search.state_columns import Held
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
-from passes.strategies.traffic import TrafficModel, eager_traffic, fused_traffic, grouped_traffic
-from passes.strategies.uncompiled_traffic import uncompiled_traffic
+from passes.strategies.traffic import (
+    TrafficModel,
+    eager_traffic,
+    fused_traffic,
+    grouped_traffic,
+    uncompiled_traffic,
+)
 
 
 @dataclass(frozen=True)

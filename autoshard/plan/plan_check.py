@@ -12,8 +12,7 @@ from typing import Any
 from autoshard.plan.plan_content import Part, PlanContent
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
-from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
-from passes.layout.layout import Layout
+from passes.layout.layout import JoinedAxes, Layout, joining_problems, keeps_together
 from passes.plan.planned_graph import NodeRecord, OperandRecord, ResultRecord, Turn
 from passes.redistribution.steps import Step
 from passes.redistribution.universe import step_problems

@@ -18,15 +18,13 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
-from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Layout
+from passes.layout.layout import JoinedAxes, Layout
 from passes.plan.describe import graph_hash
 from passes.plan.planned_graph import Collective, NodeRecord, PlannedGraph
 from passes.predict.predict_step import StageFigures
 from passes.predict.prediction import TimelinePart
 from passes.search.search_space import ALIKE
-from passes.stages.pipeline_orders import ORDERS, pipeline_order
-from passes.stages.pipeline_timeline import PipelineTimeline
+from passes.stages.pipeline_orders import ORDERS, PipelineTimeline, pipeline_order
 
 
 class PlanOrigin(Struct, frozen=True, forbid_unknown_fields=True):

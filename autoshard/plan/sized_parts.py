@@ -18,8 +18,7 @@ from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operan
 from passes.ir.sized_graph import SizedJoint, mapped
 from passes.ir.torch_sizes import SYMBOLIC, SizesLost, SizeSymbols, counts_as, symbolic_sizes
 from passes.layout.layout import Assignment, Layout, NodeLayouts, Span, spans_of
-from passes.micro_batches.cut_batch import cut_for_stages, piece_places, when_cut
-from passes.micro_batches.sized_piece import PieceSizes, SizedCut
+from passes.micro_batches.cut_batch import PieceSizes, SizedCut, cut_for_stages, piece_places, when_cut
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for

@@ -16,12 +16,14 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import format_bytes
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
-from passes.stages.choose_cut import ChosenCut, Fits, choose_cut
 from passes.stages.cut_costs import (
+    ChosenCut,
     CutCosts,
     CutPlace,
+    Fits,
     Segment,
     alike_places,
+    choose_cut,
     cut_costs,
     narrow_places,
     places_between_products,

@@ -18,11 +18,13 @@ from passes.stages.pipeline_orders import (
     ORDERS,
     Action,
     PipelineOrder,
+    PipelineTimeline,
+    StageSeconds,
     pieces_kept,
     pipeline_order,
+    pipeline_timeline,
     rank_peaks,
 )
-from passes.stages.pipeline_timeline import PipelineTimeline, StageSeconds, pipeline_timeline
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.task import CallLayouts, Task
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.op_schema import op_signature
+from passes.ir.op_traits import op_signature
 from passes.layout.layout import Assignment, Layout
 from passes.plan.describe import graph_hash
 from passes.predict.predict_step import StageFigures, kept_by_a_piece, predict_stage

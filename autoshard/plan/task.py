@@ -47,8 +47,7 @@ from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.process_state import collector_paused
-from passes.layout.joined_axes import joined_text
-from passes.layout.layout import Assignment, Layout
+from passes.layout.layout import Assignment, Layout, joined_text
 from passes.plan.describe import fallback_ops
 from passes.plan.planned_graph import Collective
 from passes.predict.prediction import MemoryWalk

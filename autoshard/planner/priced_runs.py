@@ -15,8 +15,7 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
-from autoshard.planner.configuration import Configuration, Recompute
-from autoshard.planner.configured_layouts import configured_narrowing
+from autoshard.planner.configuration import Configuration, Recompute, configured_narrowing
 from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline

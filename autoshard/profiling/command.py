@@ -22,7 +22,7 @@ from autoshard.planning import started_mesh
 from autoshard.profiling.startup import attend
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, shape_text, shapes_of
-from cost_model.measure.recheck import CheckedPoint, recheck
+from cost_model.measure.measure import CheckedPoint, recheck
 from cost_model.measure.sampling import Progress
 from cost_model.measurements import CollectiveSamples, DeviceRates
 from cost_model.mesh import MeshSpec

@@ -23,8 +23,7 @@ from autoshard.watching.agreement import everyones
 from cost_model.errors import PlanError, checked_path, write_text
 from cost_model.measure.clock import marks_of
 from cost_model.memory import format_seconds
-from passes.stages.pipeline_orders import PipelineOrder
-from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
+from passes.stages.pipeline_orders import PipelineEvent, PipelineOrder, PipelineTimeline
 
 F = TypeVar("F")
 

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from autoshard.runtime.leaves import conform
 from autoshard.runtime.piece_code import Compiler
 from cost_model.measure.clock import Marks
+from passes.compile.bind_device import expand_ops
 from passes.compile.compile_graph import Compiled
-from passes.compile.expand_ops import expand_ops
 from passes.ops.named_collective import NAMED
 from passes.predict.step_events import COLLECTIVE_KINDS, copies_of_collectives
 

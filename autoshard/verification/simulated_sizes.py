@@ -16,15 +16,13 @@ from autoshard.plan.sized_parts import InSymbols, SizedPlan, is_for_sizes
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
 from autoshard.runtime.sized_code import SizedPhases
-from autoshard.runtime.sized_pieces import LoweredPiece, SizedCode, SizedPieces
-from autoshard.runtime.sized_programs import Agreed, with_code
+from autoshard.runtime.sized_programs import Agreed, LoweredPiece, SizedCode, SizedPieces, with_code
 from autoshard.verification.simulated_step import StagePrograms
 from passes.capture import Captured
 from passes.compile.compile_graph import Compiled
 from passes.ir.torch_sizes import evaluation, symbolic_sizes
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.micro_batches.cut_batch import cut_for_stages
-from passes.micro_batches.sized_piece import PieceSizes
+from passes.micro_batches.cut_batch import PieceSizes, cut_for_stages
 from passes.simulate.lockstep import simulated_groups
 from passes.stages.stage_graph import StageGraph
 

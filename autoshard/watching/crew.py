@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from autoshard.watching.telling import Board
 from autoshard.watching.watch_state import State
-from cost_model.measure.host_groups import cut_host_memory
+from cost_model.measure.host_memory import cut_host_memory
 from cost_model.measure.peers import machine_id
 
 

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from cost_model.measure.host_groups import host_memory_of
-from cost_model.measure.host_memory import REDUCTIONS, HostMemory, reduced_in_order
+from cost_model.measure.host_memory import REDUCTIONS, HostMemory, host_memory_of, reduced_in_order
 
 _TAG = 20_121
 """The tag of our  Users' own have torch's default, 0."""

@@ -19,8 +19,7 @@ from passes.ir.routing import Choice, Routing, check_experts, copies_of, sum_of
 from passes.layout.layout import ROUTED
 from passes.ops.routed_ops import READ_ROWS
 from passes.ops.sent_rows import returned, sent
-from passes.rules.core.row_wise import has_rows, is_by_rows
-from passes.rules.core.rule_registry import RoutedRows
+from passes.rules.core.rule_registry import RoutedRows, has_rows, is_by_rows
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 

@@ -11,7 +11,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass, OpPass, int_at, ints_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES, Property, described, of_ops
 from passes.ir.joint import JointGraph
-from passes.ir.op_schema import named_arguments, slice_ends
+from passes.ir.op_traits import named_arguments, slice_ends
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from passes.ir.graph_pass import GraphPass, OpPass, emit, erase_dead, int_at, te
 from passes.ir.graph_pass import replace as replace_node
 from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import GraphInput, JointGraph
-from passes.ir.op_schema import named_arguments
+from passes.ir.op_traits import named_arguments
 from passes.ir.torch_compat import fake_mode_of
 
 aten = torch.ops.aten

@@ -1,24 +1,27 @@
-"""Rows that a model sorts by expert, put back into the order of their tokens."""
+"""Rows that a model sorts by expert, put back into the order of their tokens. Whether a model's groups are the ids that
+it sorted is tried, as histograms are written in many ways.
+"""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate, map_arg
 
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
-from passes.canonicalize.sorted_groups import counts_groups
 from passes.ir.graph_pass import GraphPass, Sweep, emit, erase_dead, int_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_zeros
+from passes.ir.torch_sizes import counts_as
 from passes.ops.routed_ops import ROUTED
-from passes.rules.core.row_wise import rows_through
+from passes.rules.core.rule_registry import rows_through
 
 aten = torch.ops.aten
 
@@ -162,7 +165,7 @@ class _Region:
         if node.target not in ROUTED or tensor_at(node, 2) in self.rows:
             return True
         groups = tensor_at(node, 2)
-        if not counts_groups(groups, self.sort, int_at(node, 4), self.tried):
+        if not _counts_groups(groups, self.sort, int_at(node, 4), self.tried):
             return False
         self._start(groups, 0)
         return True
@@ -241,3 +244,98 @@ def _is_inverse(node: fx.Node, order: fx.Node) -> bool:
         return False
     counted = tensor_at(node, 2)
     return counted.target is aten.arange.start_step and tuple(counted.args) == (0, shape_of(order)[0], 1)
+
+
+def _counts_groups(groups: fx.Node, sort: fx.Node, experts: int, tried: dict[Hashable, bool]) -> bool:
+    """Whether `groups` are the sorted ids, whatever these are: computed for some, most for one expert, none for
+    another."""
+    steps = _steps_from(groups, sort)
+    if steps is None:
+        return False
+    numbers = {node: i for i, node in enumerate([*_as_they_come(sort), sort, *steps])}
+    look = lambda node: (node.target, map_arg((node.args, node.kwargs), lambda n: ("node", numbers[n])))
+    key = repr((*map(look, steps), [*map(shape_of, _as_they_come(sort))], experts))
+    if key not in tried:
+        fewer = _Fewer.of(steps, sort, experts)
+        tried[key] = all(
+            torch.equal(fewer.computed(steps, sort, ids)[groups], ids.sort().values)
+            for ids in _tries(fewer(counts_as(shape_of(tensor_at(sort))[0])), experts)
+        )
+    return tried[key]
+
+
+def _steps_from(groups: fx.Node, sort: fx.Node) -> list[fx.Node] | None:
+    """The ops from the sorted ids to `groups`, in order; None if they read anything else."""
+    given = {sort, *_as_they_come(sort)}
+    needed, left = set[fx.Node](), [groups]
+    while left:
+        node = left.pop()
+        if node in needed or node in given:
+            continue
+        if node.op != "call_function" or len(needed) > 64:
+            return None
+        needed.add(node)
+        left += node.all_input_nodes
+    return sorted(needed)
+
+
+def _as_they_come(sort: fx.Node) -> list[fx.Node]:
+    """The ids that are sorted, and what they are a reshape of."""
+    found = [tensor_at(sort)]
+    while found[-1].target is aten.reshape.default:
+        found.append(tensor_at(found[-1]))
+    return found
+
+
+@dataclass(frozen=True)
+class _Fewer:
+    """How many ids are tried in place of those of the call, of which a histogram as one-hot rows can be 30 GB:
+    numbers of the graph that are multiples of `tokens` are divided by `scale`."""
+
+    tokens: int
+    scale: int
+
+    @staticmethod
+    def of(steps: Sequence[fx.Node], sort: fx.Node, experts: int) -> _Fewer:
+        """All, unless each number of `steps` is a multiple of the tokens or no more than there are experts: any other
+        may be a limit, as of an expert's capacity, that fewer would not reach."""
+        shapes = [[counts_as(size) for size in shape_of(node)] for node in _as_they_come(sort)]
+        tokens = shapes[-1][0]
+        numbers = set[int]()
+        map_aggregate([(n.args, n.kwargs) for n in steps], lambda value: _add_integer(numbers, value))
+        # Tokens an expert that are tried at least.
+        least = 64 * experts
+        if (
+            max(map(len, shapes)) > 2
+            or any(abs(n) > experts and n % tokens for n in numbers)
+            or tokens < 2 * least
+        ):
+            return _Fewer(tokens, 1)
+        return _Fewer(tokens, next(n for n in range(tokens // least, 0, -1) if tokens % n == 0))
+
+    def __call__(self, number: Any) -> Any:
+        scaled = isinstance(number, int) and not isinstance(number, bool) and number % self.tokens == 0
+        return number // self.scale if scaled else number
+
+    def computed(self, steps: Sequence[fx.Node], sort: fx.Node, ids: torch.Tensor) -> dict[fx.Node, Any]:
+        come = {
+            node: ids.reshape([self(counts_as(n)) for n in shape_of(node)]) for node in _as_they_come(sort)
+        }
+        values: dict[fx.Node, Any] = {**come, sort: ids.sort(stable=True)}
+        for node in steps:
+            given = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate(given, lambda value: self(counts_as(value)))
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return values
+
+
+def _add_integer(numbers: set[int], value: Any) -> Any:
+    if isinstance(counted := counts_as(value), int):
+        numbers.add(int(counted))
+    return value
+
+
+def _tries(length: int, experts: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    yield torch.randint(experts, (length,), generator=generator)
+    yield torch.where(torch.rand(length, generator=generator) < 0.9, experts - 1, 0)

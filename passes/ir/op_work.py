@@ -15,8 +15,7 @@ from torch import fx
 
 from cost_model.measurements import KernelKind
 from passes.ir.joint import first_value, node_value, tensor_operands
-from passes.ir.op_schema import named_arguments
-from passes.ir.op_traits import fuses, op_name, reads_shape_only
+from passes.ir.op_traits import fuses, named_arguments, op_name, reads_shape_only
 from passes.ops.attention_window import keys_multiplied
 from passes.rules.windowed.windowed import per_dim
 

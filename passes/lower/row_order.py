@@ -17,7 +17,7 @@ from passes.compile.join_linears import OpWriter
 from passes.ir.graph_pass import int_at, shape_of, tensor_at
 from passes.ir.joint import tensor_operands
 from passes.ops.routed_ops import READ_ROWS, ROUTED
-from passes.rules.core.row_wise import has_rows
+from passes.rules.core.rule_registry import has_rows
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
 

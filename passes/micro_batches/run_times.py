@@ -50,7 +50,7 @@ READ_PART = 1e-3
 @dataclass(frozen=True)
 class RunTimes:
     """of: op -> when it runs. layouts: of the ops that run in pieces, over `mesh`: the pieces, unless it is said what
-    else (`passes.micro_batches.sized_piece`). count: of pieces."""
+    else (`passes.micro_batches.cut_batch`). count: of pieces."""
 
     of: Mapping[str, RunTime]
     layouts: Mapping[str, NodeLayouts]

@@ -13,7 +13,7 @@ from torch import fx
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, map_operands, node_values, result_index, tensor_operands
-from passes.layout.joined_axes import JoinedAxes, joined_text
+from passes.layout.layout import JoinedAxes, joined_text
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, ResultRecord
 from passes.rules.core.rule_registry import is_fallback
 

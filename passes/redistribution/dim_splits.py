@@ -12,8 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
-from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
-from passes.layout.layout import Halo, Span, laps, nested_sizes, spans_of
+from passes.layout.layout import (
+    Halo,
+    JoinedAxes,
+    Span,
+    Unit,
+    chained,
+    in_units,
+    laps,
+    nested_sizes,
+    orders,
+    spans_of,
+)
 
 Ints = npt.NDArray[np.int64]
 Sizes = tuple[int, ...]

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
 from passes.ir.routing import Choice
-from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
-from passes.layout.layout import REDUCE_OPS, ROUTED, Layout
+from passes.layout.layout import REDUCE_OPS, ROUTED, JoinedAxes, Layout, Unit, chained, in_units, orders
 from passes.redistribution.dim_splits import UNSPLIT, DimSplits, Split, subsets
 from passes.redistribution.steps import (
     AllGather,

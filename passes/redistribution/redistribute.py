@@ -22,12 +22,17 @@ import numpy as np
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
-from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Layout
+from passes.layout.layout import JoinedAxes, Layout
 from passes.redistribution.moves import as_step
-from passes.redistribution.priced_universe import PricedUniverse
 from passes.redistribution.steps import Step
-from passes.redistribution.universe import Floats, Universe, UniverseKey, build_universe, universe_key
+from passes.redistribution.universe import (
+    Floats,
+    PricedUniverse,
+    Universe,
+    UniverseKey,
+    build_universe,
+    universe_key,
+)
 
 
 class CollectiveSeconds(Protocol):

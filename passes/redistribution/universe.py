@@ -1,8 +1,11 @@
-"""The graph whose nodes are layouts and whose edges are steps."""
+"""The graph whose nodes are layouts and whose edges are steps; and shortest paths in it for one shape: seconds from
+some of its states to all, and the moves.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,14 +15,13 @@ import numpy.typing as npt
 
 from cost_model.deadline import NEVER, Deadline
 from cost_model.mesh import MeshSpec
-from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import ROUTED, Layout, nested_sizes
+from passes.layout.layout import ROUTED, JoinedAxes, Layout, nested_sizes
 from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split, sort_key
 from passes.redistribution.moves import Moves, NextStep, Partial, State, as_state, as_step
 from passes.redistribution.steps import PAYLOAD_BYTES, Step
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+_Ints = npt.NDArray[np.int64]
 
 
 class UniverseKey(NamedTuple):
@@ -59,18 +61,18 @@ class Universe:
     states: list[State]
     index: dict[State, int]
     splits: list[Split]
-    split_ids: Ints
+    split_ids: _Ints
     moves: list[NextStep]
-    tail: Ints
-    head: Ints
-    price: Ints
+    tail: _Ints
+    head: _Ints
+    price: _Ints
     prices: list[tuple[str, tuple[str, ...]] | None]
-    heads: Ints
-    starts: Ints
-    shared: Ints
+    heads: _Ints
+    starts: _Ints
+    shared: _Ints
     share: Floats
 
-    def shard_bytes(self, lengths: tuple[int, ...], others: int, itemsize: int) -> Ints:
+    def shard_bytes(self, lengths: tuple[int, ...], others: int, itemsize: int) -> _Ints:
         """[states]: bytes of the largest shard. `others`: product of the lengths not in play."""
         total = np.full(len(self.states), others * itemsize, dtype=np.int64)
         counts = [tuple(self.mesh.size(a) for a in split.axes) for split in self.splits]
@@ -84,7 +86,7 @@ class Universe:
             total *= largest[self.split_ids[:, dim]]
         return total
 
-    def payloads(self, shard_bytes: Ints) -> Ints:
+    def payloads(self, shard_bytes: _Ints) -> _Ints:
         """[moves]: the bytes each move is priced by; 0 for free ones."""
         payload = np.zeros(len(self.tail), dtype=np.int64)
         for i, key in enumerate(self.prices):
@@ -95,7 +97,7 @@ class Universe:
         payload[self.shared] = np.rint(self.share * shard_bytes[self.tail[self.shared]])
         return payload
 
-    def seconds(self, payloads: Ints, price: Callable[[str, tuple[str, ...], int], float]) -> Floats:
+    def seconds(self, payloads: _Ints, price: Callable[[str, tuple[str, ...], int], float]) -> Floats:
         """[moves]: seconds of each move; every distinct (collective, axes, bytes) is asked once."""
         seconds = np.zeros(len(payloads))
         for i, key in enumerate(self.prices):
@@ -240,3 +242,82 @@ def step_problems(
         now = step.after
     if now != wanted:
         yield f"its steps lead to {now}, and it reads {wanted}"
+
+
+@dataclass(frozen=True)
+class PricedUniverse:
+    """A universe with one shape's bytes and seconds. dims: the tensor dims in play."""
+
+    universe: Universe
+    dims: tuple[int, ...]
+    payloads: _Ints
+    seconds: Floats
+    rows: dict[int, Floats]  # source state -> [states] distances, filled on demand
+    apart: dict[int, Floats]  # likewise [links, states], of a cheapest path the seconds over each link
+
+    def state(self, layout: Layout) -> int | None:
+        return self.universe.index.get(as_state(layout, self.dims))
+
+    def rounds(self, sources: Sequence[int], deadline: Deadline = NEVER) -> list[Floats]:
+        """[states, sources] distances with at most 0, 1, 2, ... steps, until they stay the same. Raises OutOfTime."""
+        distance = np.full((len(self.universe.states), len(sources)), np.inf)
+        distance[sources, np.arange(len(sources))] = 0.0
+        found = [distance]
+        while len(self.universe.moves):
+            deadline.check()
+            distance = self.universe.relax(self.seconds, distance)
+            if np.array_equal(distance, found[-1]):
+                break
+            found.append(distance)
+        return found
+
+    def distances(self, sources: Sequence[int], deadline: Deadline) -> Floats:
+        """[sources, states]. Raises OutOfTime."""
+        missing = list(dict.fromkeys(s for s in sources if s not in self.rows))
+        if missing:
+            last = self.rounds(missing, deadline)[-1]
+            self.rows.update((source, last[:, i]) for i, source in enumerate(missing))
+        return np.stack([self.rows[s] for s in sources])
+
+    def by_link(self, sources: Sequence[int], links: _Ints, count: int, deadline: Deadline) -> Floats:
+        """[links, sources, states] seconds of `path` over each of `count` links, inf over the first where there is
+        none. links: [moves]. Raises OutOfTime."""
+        missing = list(dict.fromkeys(s for s in sources if s not in self.apart))
+        if missing:
+            found = self._apart(self.rounds(missing, deadline), links, count)
+            self.apart.update((source, found[:, :, i]) for i, source in enumerate(missing))
+        return np.stack([self.apart[s] for s in sources], axis=1)
+
+    def _apart(self, rounds: list[Floats], links: _Ints, count: int) -> Floats:
+        """[links, states, sources], from distances with at most 0, 1, 2, ... steps."""
+        universe, numbers = self.universe, np.arange(len(links))[:, None]
+        found = np.zeros((count, *rounds[0].shape))
+        for before, after in itertools.pairwise(rounds):
+            arriving = before[universe.tail] + self.seconds[:, None]
+            best = np.where(arriving == after[universe.head], numbers, len(links))
+            first = np.minimum.reduceat(best, universe.starts, axis=0)
+            places, source = np.nonzero(after[universe.heads] < before[universe.heads])
+            move, state = first[places, source], universe.heads[places]
+            now = found[:, universe.tail[move], source]
+            now[links[move], np.arange(len(move))] += self.seconds[move]
+            found[:, state, source] = now
+        found[0][np.isinf(rounds[-1])] = np.inf
+        return found
+
+    def path(self, source: int, target: int) -> list[int] | None:
+        """Moves of a cheapest path; of those one with fewest steps, then first in order."""
+        rounds = [distance[:, 0] for distance in self.rounds([source])]
+        if math.isinf(rounds[-1][target]):
+            return None
+        path: list[int] = []
+        state, left = target, len(rounds) - 1
+        while state != source:
+            while rounds[left - 1][state] == rounds[left][state]:
+                left -= 1
+            first = np.searchsorted(self.universe.head, state)
+            last = np.searchsorted(self.universe.head, state, side="right")
+            arriving = rounds[left - 1][self.universe.tail[first:last]] + self.seconds[first:last]
+            move = int(first + np.flatnonzero(arriving == rounds[left][state])[0])
+            path.append(move)
+            state, left = int(self.universe.tail[move]), left - 1
+        return path[::-1]

@@ -25,8 +25,7 @@ from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, result_index, result_shapes, tensor_operands
-from passes.layout.joined_axes import Unit, joined_text, keeps_together
-from passes.layout.layout import Layout
+from passes.layout.layout import Layout, Unit, joined_text, keeps_together
 from passes.rules.core.rule import OpRule
 from passes.search.find import Found, Sought, find_assignment
 from passes.strategies.cuts import ops_of

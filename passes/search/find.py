@@ -15,8 +15,7 @@ from cost_model.memory import floor_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, JointGraph, node_value, repeats, result_index, tensor_operands
 from passes.ir.op_traits import read_repeats
-from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import Assignment, Layout, NodeLayouts
+from passes.layout.layout import Assignment, JoinedAxes, Layout, NodeLayouts
 from passes.predict.workspaces import least_nbytes
 from passes.search.agree import Agreed, agreed
 from passes.search.bucket_starts import bucket_starts

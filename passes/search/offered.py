@@ -26,8 +26,7 @@ from torch import fx
 
 from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import JointGraph, node_value, node_values, repeats, result_index, tensor_operands
-from passes.ir.op_schema import op_signature
-from passes.ir.op_traits import is_either
+from passes.ir.op_traits import is_either, op_signature
 from passes.layout.layout import Layout, NodeLayouts
 from passes.predict.workspaces import Workspaces, workspaces_on
 from passes.rules.core.rule_registry import rule_for

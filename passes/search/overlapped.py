@@ -1,4 +1,5 @@
-"""Search where communication may hide behind computation: the exposed time of a phase is in the objective.
+"""Search where communication may hide behind computation: the exposed time of a phase is in the objective, and every
+choice is a plane of lower bounds as a function of prices.
 
 With t the seconds of a choice by kind, the step takes the sum of t and, per phase p, what its longest path holds less
 than all of it (`passes.search.step_kinds`):
@@ -6,24 +7,131 @@ than all of it (`passes.search.step_kinds`):
     T(x) = 1 . t + sum_p max_f (A_p t)_f  =  max over shares m_p of paths of  (1 + sum_p m_p A_p) . t
 
 For fixed m that is a sum of node and edge costs, which `solve` minimises exactly, and a lower bound of T. In large
-problems memory has prices v in the same way (`planes.py`), instead of rows that every reduction must respect. The
+problems memory has prices v in the same way, instead of rows that every reduction must respect. The
 highest bound is found by cutting planes: each solution is a plane, the next (m, v) is the highest point under all
 planes [Kelley 1960]. All of m on the path of all computing, v = 0, where computation takes longer in every phase and
 memory does not bind, comes first: if its solution is like that indeed, it is optimal.
+
+A choice x with exposed seconds, computing C_p, hideable communication G_p and memory use[t] gives, for shares m in
+[0,1] and prices v >= 0 (seconds for using the limit once more),
+
+    L(x; m, v) = exposed + sum_p ((1 - e m_p) C_p + (1 - e (1 - m_p)) G_p) + sum_t v_t (use[t] / limit - 1)
+
+min over all x of L is a lower bound of any choice that fits; the planes of some x bound that from above.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from passes.search.planes import Plane, Point, charged, highest_point
 from passes.search.search_space import CostKinds, recombined
 from passes.solver.graph import Graph
-from passes.solver.problem import Problem, Solution, Tables
+from passes.solver.problem import Array, Problem, Solution, Tables
 from passes.solver.solve import ROUNDING, mixed, no_room, restricted, solve
+
+
+@dataclass(frozen=True)
+class _Point:
+    """shares: m, all phases' paths one behind the other. prices: v by memory row (position in `Problem.steps`); rows
+    without one cost nothing."""
+
+    shares: tuple[float, ...]
+    prices: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    @staticmethod
+    def first(paths: Sequence[Array]) -> _Point:
+        """All weight on the first path of each phase."""
+        return _Point(tuple(float(place == 0) for rows in paths for place in range(len(rows))))
+
+    def towards(self, other: _Point, share: float) -> _Point:
+        """The point at `share` of the way to `other`."""
+        shares = tuple(a + share * (b - a) for a, b in zip(self.shares, other.shares, strict=True))
+        prices = {
+            row: a + share * (other.prices.get(row, 0.0) - a)
+            for row in sorted({*self.prices, *other.prices})
+            for a in (self.prices.get(row, 0.0),)
+        }
+        return _Point(shares, prices)
+
+    def weights(self, paths: Sequence[Array]) -> list[float]:
+        """Per kind of `CostKinds`."""
+        moved = np.asarray(self.shares) @ np.concatenate(paths)
+        return [round(1.0 + float(w), 12) for w in moved]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plane:
+    """L of one choice: constant + slopes . m + sum_t v_t over[t]. over: use / limit - 1 by row; empty: no limit."""
+
+    constant: float
+    slopes: tuple[float, ...]
+    over: Array
+
+    @staticmethod
+    def of(totals: Array, paths: Sequence[Array], over: Array) -> _Plane:
+        slopes = np.concatenate(paths) @ totals
+        return _Plane(float(totals.sum()), tuple(float(slope) for slope in slopes), over)
+
+
+def highest_point(
+    planes: Sequence[_Plane], phases: Sequence[int], rows: Sequence[int], cap: float
+) -> tuple[float, _Point] | None:
+    """max over shares m and v in [0, cap]^rows of the least plane, and where it is. phases: paths of each.
+
+    None if HiGHS cannot tell: prices of memory that have risen far make planes steeper than its tolerances allow."""
+    scale = max(max(abs(plane.constant) for plane in planes), 1e-300)  # HiGHS's tolerances are absolute
+    slopes = [
+        [*(s / scale for s in plane.slopes), *(float(plane.over[row]) for row in rows)] for plane in planes
+    ]
+    paths = len(planes[0].slopes)
+    owner = np.repeat(np.arange(len(phases)), phases)
+    whole = [[0.0, *(float(o == phase) for o in owner), *[0.0] * len(rows)] for phase in range(len(phases))]
+    from scipy.optimize import linprog
+
+    result = linprog(
+        [-1.0, *[0.0] * (paths + len(rows))],
+        A_ub=[[1.0, *(-s for s in row)] for row in slopes],  # t <= constant + slopes . (m, v)
+        b_ub=[plane.constant / scale for plane in planes],
+        A_eq=whole,
+        b_eq=[1.0] * len(phases),
+        bounds=[(None, None), *[(0.0, 1.0)] * paths, *[(0.0, cap / scale)] * len(rows)],
+        method="highs",
+    )
+    if not result.success:
+        return None
+    values = [float(v) for v in result.x]
+    shares, prices = values[1 : 1 + paths], values[1 + paths :]
+    named = {row: v * scale for row, v in zip(rows, prices, strict=True) if v > 0}
+    return values[0] * scale, _Point(tuple(shares), named)
+
+
+def charged(problem: Problem, prices: Mapping[int, float]) -> Problem:
+    """`problem` without its limit, but with sum_t v_t use[t] / limit in its node costs; one array per
+    (cost array, usage array, price), so that copies of a layer stay copies."""
+    free = replace(problem, limit=None)
+    if not prices:
+        return free
+    assert problem.limit is not None
+    slope = np.zeros(len(problem.steps) + 1)
+    for row, price in prices.items():
+        slope[row + 1] += price / problem.limit
+    before = np.cumsum(slope)  # of the prices of the rows before each
+    made: dict[tuple[int, int, float], Array] = {}
+    costs = list(problem.node_costs)
+    for node, (first, last) in problem.live.items():
+        price = float(before[last] - before[first])
+        if price <= 0.0:
+            continue
+        key = id(problem.node_costs[node]), id(problem.usages[node]), price
+        if key not in made:
+            made[key] = costs[node] + price * np.asarray(problem.usages[node], dtype=np.float64)
+        costs[node] = made[key]
+    return replace(free, node_costs=tuple(costs))
+
 
 INNER_GAP, GAP_SHARE = 1e-4, 0.1
 """Relative gap of all solutions but the first, and what share of the gap between cost and bound it may be: planes need
@@ -89,10 +197,10 @@ class CuttingPlanes:
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
-        self.bound_at = Point.first(kinds.paths)
+        self.bound_at = _Point.first(kinds.paths)
         self.found: list[tuple[int, ...]] = []
         self.known = 0
-        self.planes: list[Plane] = []
+        self.planes: list[_Plane] = []
         self.rows: list[int] = []
         self.cap = 0.0
         self.highest = np.inf
@@ -102,7 +210,7 @@ class CuttingPlanes:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more. hear: told of what is
         known after each but the last."""
         found = self._highest_point() if self.planes else None
-        point: Point | None = self.bound_at if found is None else found[1]
+        point: _Point | None = self.bound_at if found is None else found[1]
         if found is not None and self.mixes and len(self.planes) > 1:
             self.highest, point = self._of_mixes(found)
         weighs = self.kinds.hides() or not self.rows_inside
@@ -133,10 +241,10 @@ class CuttingPlanes:
     def _left(self) -> float:
         return max(self.deadline - time.monotonic(), 1.0)
 
-    def _weighted(self, point: Point) -> Problem:
+    def _weighted(self, point: _Point) -> Problem:
         return self.kinds.weighted(self.problem, point.weights(self.kinds.paths))
 
-    def _solve_at(self, point: Point) -> None:
+    def _solve_at(self, point: _Point) -> None:
         weighted = self._weighted(point)
         inner = weighted if self.rows_inside else charged(weighted, point.prices)
         found = self._solved(inner, self._inner_gap())
@@ -160,7 +268,7 @@ class CuttingPlanes:
         """A choice that was found, and its plane."""
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
-        plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
+        plane = _Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
         if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
             self.rows.append(row)
             # The largest price of memory at first, as a share of the cost; and by what it grows where
@@ -195,7 +303,7 @@ class CuttingPlanes:
             if mix is not None:
                 self.offer(mix)
 
-    def _next(self) -> Point | None:
+    def _next(self) -> _Point | None:
         """Where to solve next; None: nowhere, the bound cannot rise by enough."""
         found = self._highest_point()
         if found is not None and not self.choice and self._at_cap(found[1]) and len(self.planes) > 1:
@@ -218,7 +326,7 @@ class CuttingPlanes:
         self.highest = highest
         return self.bound_at.towards(point, self._step(unmoved))
 
-    def _of_mixes(self, found: tuple[float, Point]) -> tuple[float, Point]:
+    def _of_mixes(self, found: tuple[float, _Point]) -> tuple[float, _Point]:
         """The highest point under the planes of all mixes of the choices so far: those that cut are added. A mix is
         found in little time, so fewer whole problems are solved."""
         choices = list(dict.fromkeys(self.found))
@@ -247,10 +355,10 @@ class CuttingPlanes:
             return 0.25
         return 0.9 if self.mixes else 0.5
 
-    def _highest_point(self) -> tuple[float, Point] | None:
+    def _highest_point(self) -> tuple[float, _Point] | None:
         return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
 
-    def _at_cap(self, point: Point) -> bool:
+    def _at_cap(self, point: _Point) -> bool:
         return any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
 
     def _with_rows(self) -> None:

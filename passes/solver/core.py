@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .alike import Alike
-from .branches import Branches, prune
+from .branches import Branches, descend, prune
 from .graph import DeadEnd, Graph
-from .local_search import descend
 from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .binding import Bound, forbid_same, improve_prices, solve_rows
-from .branches import prune
+from .branches import Search, prune
 from .core import Budget
 from .graph import DeadEnd, Graph, cost_beside
-from .local_search import Search
 from .presolve import presolve
 from .problem import Array, Tables
 from .usage import Rows

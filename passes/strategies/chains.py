@@ -21,8 +21,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import node_value, node_values, result_index, tensor_operands
 from passes.ir.op_traits import is_use
-from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
-from passes.layout.layout import Span, nested_spans
+from passes.layout.layout import JoinedAxes, Span, Unit, chained, in_units, nested_spans
 from passes.layout.windows import Window
 from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import Cuts, Wider

@@ -11,8 +11,7 @@ from torch import fx
 
 from cost_model.timed import KernelKey
 from passes.ir.joint import first_value, map_operands, node_value, result_shapes, tensor_operands
-from passes.ir.op_schema import schema_arguments
-from passes.ir.op_traits import op_kind
+from passes.ir.op_traits import op_kind, schema_arguments
 
 _TIMED_KINDS = ("pointwise", "indexing", "reduction", "product", "opaque")
 _LIBRARIES = ("aten.", "prims.", "autoshard.")

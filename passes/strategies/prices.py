@@ -18,12 +18,10 @@ from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
-from passes.ir.op_schema import op_signature
-from passes.ir.op_traits import fuses, is_view
+from passes.ir.op_traits import fuses, is_view, op_signature
 from passes.ir.op_work import arithmetic_kind, global_flops, rate_name
 from passes.ir.routing import BALANCED
-from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import ROUTED, FactorSplit, Layout, NodeLayouts, first_part
+from passes.layout.layout import ROUTED, FactorSplit, JoinedAxes, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import Exchange, OpRule
 from passes.rules.core.rule_registry import rule_for

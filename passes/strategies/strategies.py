@@ -10,8 +10,18 @@ from functools import cached_property
 from typing import Any
 
 from cost_model.mesh import MeshSpec
-from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
-from passes.layout.layout import FactorSplit, Halo, Layout, NodeLayouts, nested_sizes, normal_split
+from passes.layout.layout import (
+    FactorSplit,
+    Halo,
+    JoinedAxes,
+    Layout,
+    NodeLayouts,
+    Unit,
+    chained,
+    in_units,
+    nested_sizes,
+    normal_split,
+)
 from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 

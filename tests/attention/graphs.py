@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_tracing import fake_tensors
 from passes.ops.attention_table import Chip

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ops.attention_choice import AttentionCall, chip_of, math_backward, math_forward
 from tests.attention.graphs import MASKS, Call, graph_of, kernels_of
 

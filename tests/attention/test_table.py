@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from cost_model.errors import UnsupportedOpError
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ops.attention_choice import Case, choose
 from passes.ops.attention_table import TABLE, Chip, check_layout, contract_of
 from tests.attention.graphs import MASKS, Call, copies_of, expanded, graph_of, kernels_of

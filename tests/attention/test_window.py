@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ops import attention, attention_window
 from passes.ops.attention_table import Chip
 from tests.attention.graphs import Call, graph_of, kernels_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from passes.canonicalize import insert_uses
 from passes.canonicalize.insert_uses import MarkCausalMasks
-from passes.ir.op_schema import named_arguments
+from passes.ir.op_traits import named_arguments
 from passes.ops import attention
 from tests.canonicalize.graphs import applied, ramp
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import passes.ops as operators
 from passes.capture import capture
 from passes.capture.operator_calls import pad
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from tests.capture.running import check
 
 AMOUNTS = [

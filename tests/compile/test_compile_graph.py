@@ -12,8 +12,8 @@ from torch.profiler import profile
 
 from cost_model.errors import ShardingError, UnsupportedOpError
 from cost_model.measure.own_collectives import SHARED
+from passes.compile.bind_device import expand_ops
 from passes.compile.compile_graph import _check_order, check_backend, compile_graph
-from passes.compile.expand_ops import expand_ops
 from passes.ir.op_traits import is_collective
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_tracing import fake_tensors

@@ -10,8 +10,7 @@ from torch import fx, nn
 from torch._inductor import config
 
 from passes.compile import compile_graph as compiling
-from passes.compile.compile_graph import compile_graph, compile_sized
-from passes.compile.kept_code import code_name
+from passes.compile.compile_graph import code_name, compile_graph, compile_sized
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_sizes import SizeSymbols, evaluation, fakes_of, symbolic_sizes
 from tests.runtime.graphs import Local

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_model.measure import host_groups
-from cost_model.measure.host_groups import host_memory_of
-from cost_model.measure.host_memory import HostMemory, chunk_nbytes, memory_nbytes
+from cost_model.measure import host_memory
+from cost_model.measure.host_memory import HostMemory, chunk_nbytes, host_memory_of, memory_nbytes
 from tests.ranks import RankFailure, RankPool
 
 
@@ -118,13 +117,13 @@ def shares(rank: int, hosts: int, broken: str, in_memory: Path) -> tuple[bool, f
     last = rank == dist.get_world_size() - 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(rank % hosts))
-        patch.setattr(host_groups, "_IN_MEMORY", in_memory)
+        patch.setattr(host_memory, "_IN_MEMORY", in_memory)
         if broken == "folder":
-            patch.setattr(host_groups, "_IN_MEMORY", Path("/no/such/folder"))
+            patch.setattr(host_memory, "_IN_MEMORY", Path("/no/such/folder"))
         elif broken == "_network":
-            patch.setattr(host_groups, broken, lambda: f"net:[{rank}]")
+            patch.setattr(host_memory, broken, lambda: f"net:[{rank}]")
         elif broken and last:
-            patch.setattr(host_groups, broken, refused)
+            patch.setattr(host_memory, broken, refused)
         group = dist.new_group(list(range(dist.get_world_size())))
         shared = host_memory_of(group)  # type: ignore[arg-type]
     total = torch.full((2,), float(rank))
@@ -156,23 +155,23 @@ def test_who_shares_memory(ranks: RankPool, hosts: int, broken: str, shared: boo
 
 
 def killed_with_a_folder(in_memory: Path) -> None:
-    host_groups._IN_MEMORY = in_memory
-    host_groups._new_folder(3, ExitStack())
+    host_memory._IN_MEMORY = in_memory
+    host_memory._new_folder(3, ExitStack())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_rank_left_is_removed_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(host_groups, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr(host_memory, "_IN_MEMORY", tmp_path)
     (tmp_path / "autoshard-of-somebody").mkdir()
     with ExitStack() as first, ExitStack() as second:
-        living = host_groups._new_folder(3, first)
+        living = host_memory._new_folder(3, first)
         process = multiprocessing.get_context("spawn").Process(target=killed_with_a_folder, args=(tmp_path,))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 3
-        mine = host_groups._new_folder(3, second)
+        mine = host_memory._new_folder(3, second)
         assert {str(path) for path in tmp_path.iterdir()} == {
             living,
             mine,

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.data import BatchSampler, Dataset, RandomSampler
 
-from autoshard.data.batches import ArrayDataset
-from autoshard.data.loader import Order, PartLoader, rank_loader
+from autoshard.data.loader import ArrayDataset, Order, PartLoader, rank_loader
 from autoshard.data.rank_sampler import BatchSplit
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.drawing.boxes import assign_rows, spread
 from autoshard.drawing.drawn_groups import group_by_module
-from autoshard.drawing.placing import assign_rows, spread
-from autoshard.drawing.scene import make_scene
+from autoshard.drawing.svg import make_scene
 from tests.drawing.samples import UNMOVED, mlp, through, transformer
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.drawing.scene import MemoryCurve, curve_of, curve_svg
-from autoshard.drawing.svg import svg_text
+from autoshard.drawing.svg import MemoryCurve, curve_of, curve_svg, svg_text
 
 
 def planned() -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 
 from autoshard.drawing.drawn_groups import group_by_module
-from autoshard.drawing.scene import make_scene
+from autoshard.drawing.svg import make_scene
 from tests.drawing.samples import UNMOVED, mlp
 
 

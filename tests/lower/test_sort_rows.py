@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 
 from passes.canonicalize import canonicalize
 from passes.capture import capture
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ir.op_traits import is_use
 from passes.ir.op_work import global_flops
 from passes.lower.own_rows import with_sorted_rows

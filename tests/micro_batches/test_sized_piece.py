@@ -8,8 +8,7 @@ from autoshard.planning import canonical_capture
 from passes.ir.size_names import SizeNames
 from passes.ir.sized_graph import Looks, Numbers, SizedJoint, SizedModule, same_nodes
 from passes.ir.torch_sizes import SizesLost, SizeSymbols, evaluation, symbolic_sizes
-from passes.micro_batches.cut_batch import cut_batch, plain_graph, when_cut
-from passes.micro_batches.sized_piece import SizedCut, piece_in_symbols
+from passes.micro_batches.cut_batch import SizedCut, cut_batch, piece_in_symbols, plain_graph, when_cut
 from tests.runtime.test_sized_calls import batch, made
 
 HINT = (10, 6)

@@ -19,8 +19,7 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.task import Task
 from autoshard.planner import priced_runs
-from autoshard.planner.configuration import Configuration
-from autoshard.planner.configured_layouts import AlongTheCall
+from autoshard.planner.configuration import AlongTheCall, Configuration
 from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planner.priced_runs import (
     Machine,

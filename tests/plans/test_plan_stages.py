@@ -24,8 +24,7 @@ from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, Sought
 from passes.search.search_terms import Narrowing
-from passes.stages.choose_cut import stage_seconds
-from passes.stages.cut_costs import places_between_products
+from passes.stages.cut_costs import places_between_products, stage_seconds
 from passes.stages.pipeline_orders import in_flight
 from passes.stages.stage_graphs import stage_graphs
 from tests.models import Followed

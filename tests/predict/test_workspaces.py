@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
-from cost_model.measure.host_groups import host_memory_of
+from cost_model.measure.host_memory import host_memory_of
 from passes.ir.torch_compat import allocations
 from passes.ops import named_collective
 from passes.ops.uniform import uniform_reference

@@ -11,7 +11,7 @@ from autoshard.cli import main
 from autoshard.profiling import command
 from autoshard.profiling.command import check_table, profile_table
 from cost_model.errors import ProfileError
-from cost_model.measure.recheck import CheckedPoint
+from cost_model.measure.measure import CheckedPoint
 from cost_model.measurements import CollectiveSamples, MatmulRates
 from cost_model.profile import Profile
 from tests.profiling import programs

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 from autoshard.reporting.measured import PeakMemory, RankFigures, put_together
 from autoshard.reporting.recorder import StepTimes
-from autoshard.reporting.text import report_text
+from autoshard.reporting.report_steps import report_text
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 
 MS = 1e-3

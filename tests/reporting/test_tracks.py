@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from autoshard.reporting.measured import Exposed, StepFigures, Track
-from autoshard.reporting.text import report_text, track_svg
+from autoshard.reporting.report_steps import report_text, track_svg
 from autoshard.reporting.tracks import Range, Tracks, read_step
 from cost_model.measure.own_collectives import SHARED
 from passes.predict.prediction import PredictedCollective

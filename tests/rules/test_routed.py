@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from autoshard import MeshSpec, find_plan, verify
 from cost_model.errors import UnsupportedOpError
 from passes.capture.operator_calls import grouped_product
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ir.op_work import global_flops
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_tracing import fake_tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.ir.op_schema import op_signature
+from passes.ir.op_traits import op_signature
 from passes.rules.check.trial import call_node
 from passes.rules.core.assemble import whole_rule
 from passes.rules.core.rule import OpCall, OpRule

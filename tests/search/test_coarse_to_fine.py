@@ -18,7 +18,7 @@ from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from cost_model.deadline import NEVER, Deadline, OutOfTime
-from passes.layout.joined_axes import JoinedAxes, keeps_together
+from passes.layout.layout import JoinedAxes, keeps_together
 from passes.search.coarse_to_fine import SpaceSize, find_fastest
 from passes.search.find import Found, Sought, find_assignment
 from passes.search.search_terms import Boundary, boundary_of

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.search.overlapped import solve_overlapped
-from passes.search.planes import charged
+from passes.search.overlapped import charged, solve_overlapped
 from passes.search.search_space import CostKinds, recombined
 from passes.solver.problem import Array, Infeasible, Problem
 from passes.solver.solve import mixed, solve

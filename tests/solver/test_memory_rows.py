@@ -12,9 +12,9 @@ import pytest
 from passes.solver import binding
 from passes.solver import memory_rows as memory
 from passes.solver.binding import improve_prices
+from passes.solver.branches import Search
 from passes.solver.core import Budget
 from passes.solver.graph import Graph
-from passes.solver.local_search import Search
 from passes.solver.memory_rows import improve_part, part_of
 from passes.solver.problem import Problem, Tables
 from passes.solver.solve import solve

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from autoshard.neighborhood import na1d, na2d, na3d
 from cost_model.errors import ShardingError, UnsupportedOpError
-from passes.compile.expand_ops import expand_ops
+from passes.compile.bind_device import expand_ops
 from passes.ir.op_work import arithmetic_kind, global_flops
 from passes.layout.windows import NeighborhoodWindow
 from passes.rules.check.trial import call_node

@@ -11,8 +11,7 @@ from torch import fx
 
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import results_nbytes
-from passes.stages.choose_cut import choose_cut, stage_seconds
-from passes.stages.cut_costs import CutCosts, Segment, cut_costs, narrow_places
+from passes.stages.cut_costs import CutCosts, Segment, choose_cut, cut_costs, narrow_places, stage_seconds
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs

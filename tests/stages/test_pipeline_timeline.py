@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from passes.stages.pipeline_orders import ORDERS, pipeline_order
-from passes.stages.pipeline_timeline import StageSeconds, pipeline_timeline
+from passes.stages.pipeline_orders import ORDERS, StageSeconds, pipeline_order, pipeline_timeline
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

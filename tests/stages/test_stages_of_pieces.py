@@ -11,8 +11,7 @@ from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_use
 from passes.micro_batches.cut_batch import cut_batch
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.stages.choose_cut import choose_cut
-from passes.stages.cut_costs import cut_costs
+from passes.stages.cut_costs import choose_cut, cut_costs
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import canonical

@@ -10,8 +10,7 @@ from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.stages.choose_cut import choose_cut
-from passes.stages.cut_costs import cut_costs
+from passes.stages.cut_costs import choose_cut, cut_costs
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import Mlp, canonical

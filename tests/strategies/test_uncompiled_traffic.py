@@ -8,8 +8,7 @@ from torch import Tensor, fx, nn
 
 from autoshard.planning import canonical_capture
 from passes.ir.joint import node_value, node_values, tensor_operands
-from passes.strategies.traffic import eager_traffic
-from passes.strategies.uncompiled_traffic import uncompiled_traffic
+from passes.strategies.traffic import eager_traffic, uncompiled_traffic
 
 ROWS, WIDTH = 8, 16
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import MeshSpec, RankError, ShardingError, VerifyReport, verify_parallel
-from autoshard.verification.observed_run import joined_errors
+from autoshard.verification.verify_parallel import joined_errors
 from tests.ranks import RankPool
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from cost_model.errors import ShardingError
 from passes.ir.joint import map_operands, node_values, tensor_operands
-from passes.ir.op_schema import op_signature
+from passes.ir.op_traits import op_signature
 from passes.rules.check.discover import WrongClaim, discover_rule, wrong_claims
 from passes.rules.check.trial import Trial, call_node
 from passes.rules.core.rule import OpRule

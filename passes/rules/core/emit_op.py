@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.ir.op_schema import named_arguments, schema_arguments
+from passes.ir.op_traits import named_arguments, schema_arguments
 from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import map_operands, node_values, tensor_operands
-from passes.ir.op_schema import named_arguments
+from passes.ir.op_traits import named_arguments
 from passes.layout.layout import ROUTED, Span
 from passes.layout.windows import Window
 

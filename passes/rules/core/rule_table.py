@@ -14,7 +14,7 @@ from passes.rules.core.assemble import pointwise
 from passes.rules.core.emit_op import empty_safe
 from passes.rules.core.notation import spec
 from passes.rules.core.rule import Builder
-from passes.rules.plain import attention, indexing, products, scattering, views
+from passes.rules.plain import attention, indexing, products, views
 from passes.rules.windowed import convolution, patches, pooling, resizing, shifting
 
 
@@ -88,16 +88,16 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         "autoshard::uniform.default": views.uniform,
         # indexing
         **_rows(spec("v d, *t -> *t d; v: sum; linear: 0", indexing.embedding), "embedding"),
-        **_rows(scattering.embedding_backward, "embedding_dense_backward"),
+        **_rows(indexing.embedding_backward, "embedding_dense_backward"),
         **_rows(indexing.gather, "gather"),
         **_rows(indexing.select, "select.int"),
         **_rows(indexing.index_select, "index_select"),
         **_rows(indexing.index, "index.Tensor _unsafe_index.Tensor"),
-        **_rows(scattering.scatter, "scatter.src scatter.value"),
-        **_rows(scattering.scatter_add, "scatter_add"),
-        **_rows(scattering.scatter_reduce, "scatter_reduce.two"),
-        **_rows(scattering.index_add, "index_add"),
-        **_rows(scattering.index_put, "index_put _unsafe_index_put"),
+        **_rows(indexing.scatter, "scatter.src scatter.value"),
+        **_rows(indexing.scatter_add, "scatter_add"),
+        **_rows(indexing.scatter_reduce, "scatter_reduce.two"),
+        **_rows(indexing.index_add, "index_add"),
+        **_rows(indexing.index_put, "index_put _unsafe_index_put"),
         **_rows(indexing.looked_up("self"), "searchsorted.Tensor bucketize.Tensor"),
         **_rows(indexing.looked_up("elements"), "isin.Tensor_Tensor"),
         **_rows(products.columns, "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward"),

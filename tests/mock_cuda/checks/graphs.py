@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from passes.compile.bind_device import expand_ops
 from passes.compile.compile_graph import name_collectives
-from passes.compile.expand_ops import expand_ops
 from passes.compile.fuse_eager import FuseEager
 from passes.ir.op_traits import is_collective
 from passes.ops.attention_table import Chip
