@@ -139,9 +139,8 @@ class _Traceable(nn.Module):
         if self.questions.history is not None:
             raise RunEnded
         self._tensors = tensors
-        if put_left is None:
-            self._during_backward.enter_context(state_replaced(program.slots, tensors[:count]))
-        else:
+        self._during_backward.enter_context(state_replaced(program.slots, tensors[:count]))
+        if put_left is not None:
             self.after_backward.callback(before.restore)
             put_left()
         self._during_backward.enter_context(attributes_read(before, run.reads))
