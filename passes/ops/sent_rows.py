@@ -76,20 +76,18 @@ def _routes(
     place = torch.where(wanted.flatten(), wanted.flatten().cumsum(0) - 1, most)
     sent = own.new_zeros(most + 1).scatter_(0, place, numbers)[:most]
     mine = (owner == index).any(-1)
-    holder, left = ids.new_zeros(tokens), list(sizes)
+    holder, cut = ids.new_zeros(tokens), list[Sequence[int]]()
     for dim, number in zip(dims, parts, strict=True):
-        its, left = left[:number], left[number:]
-        part = torch.searchsorted(ends(its), torch.arange(tokens[dim], device=ids.device), right=True)
+        first = sum(map(len, cut))
+        cut.append(sizes[first : first + number])
+        part = torch.searchsorted(ends(cut[-1]), torch.arange(tokens[dim], device=ids.device), right=True)
         holder = holder * number + part.view(-1, *[1] * (len(tokens) - dim - 1))
     by_rank = holder.flatten().sort(stable=True)[1]
     before = torch.cat([by_rank.new_zeros(1), mine.flatten()[by_rank].cumsum(0)])
     slots = torch.empty_like(by_rank).index_put((by_rank,), before[:-1])[places // count]
-    return (
-        sent,
-        wanted.sum(1).cumsum(0),
-        slots,
-        before[torch.bincount(holder.flatten(), minlength=ranks).cumsum(0)],
-    )
+    beside = math.prod(length for dim, length in enumerate(tokens) if dim not in dims)
+    held = [beside * math.prod(lengths) for lengths in itertools.product(*cut)]
+    return sent, wanted.sum(1).cumsum(0), slots, before[ends(held)]
 
 
 def _routes_fake(
