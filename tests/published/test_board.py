@@ -31,7 +31,7 @@ def test_published_figures_are_those_of_the_rows() -> None:
 def test_the_median_stays_and_the_worst() -> None:
     """The goal is 6 and 20 %: the worst, a run whose host seems slower than its GPUs, is missed, and gets no worse."""
     found = off(kept().values())
-    assert len(found) >= 77 and statistics.median(found) <= 0.06 and max(found) <= 0.94
+    assert len(found) >= 76 and statistics.median(found) <= 0.06 and max(found) <= 0.94
     assert statistics.quantiles(found, n=20)[-1] <= 0.4
 
 
