@@ -16,7 +16,7 @@ from passes.ir.joint import JointGraph, ancestors, node_value, result_index, ten
 from passes.ir.op_traits import is_product
 from passes.layout.layout import Layout, NodeLayouts
 from passes.ops.routed_ops import ROUTED
-from passes.search.search_terms import Choose, Narrowing
+from passes.search.search_terms import Choose, Narrowing, most
 
 _Wish = Callable[[NodeLayouts], bool]
 
@@ -40,12 +40,7 @@ def family_narrowing(family: Family, joint: JointGraph, mesh: MeshSpec) -> Narro
 
 
 def _most(wishes: Sequence[_Wish]) -> Choose:
-    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
-        met = [sum(wish(strategy) for wish in wishes) for strategy in strategies]
-        most = max(met)
-        return [i for i, count in enumerate(met) if count == most]
-
-    return choose
+    return most(lambda strategy: sum(wish(strategy) for wish in wishes))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_cast, is_collect, is_piece, is_use, is_view
-from passes.layout.layout import Layout, NodeLayouts
+from passes.layout.layout import Layout
 from passes.ops.routed_ops import READ_ROWS
-from passes.search.search_terms import Choose, Narrowing, factors_along, in_turn
+from passes.search.search_terms import Choose, Narrowing, factors_along, in_turn, most
 from passes.strategies.cuts import ops_of
 
 Recompute = Literal["none", "selective", "full"]
@@ -236,10 +236,10 @@ class AlongTheCall:
     second over those of its sequences, but within attention, which gathers keys, exchanges them for heads, or passes
     them round. Rows of experts are split by expert over the axes of these, and their ids known to all of them.
 
-    dims: per such dim of the call the axes, and those dims of the whole graph's values, by name, that are split with
-    it: a stage knows what it receives by its name."""
+    dims: each such dim of the call that axes split, with these, and with those dims of the whole graph's values, by
+    name, that are split with it: a stage knows what it receives by its name."""
 
-    dims: tuple[tuple[frozenset[str], frozenset[tuple[str, int]]], ...]
+    dims: tuple[tuple[int, frozenset[str], frozenset[tuple[str, int]]], ...]
     by_expert: frozenset[str]
 
     @staticmethod
@@ -247,8 +247,9 @@ class AlongTheCall:
         ops = list(ops_of(joint))
         heads = [*joint.given_as("input"), *filter(is_piece, joint.graph.nodes)]
         sequence = ("cp",) if configuration.context > 1 else ()
-        dims: list[tuple[frozenset[str], frozenset[tuple[str, int]]]] = []
-        for dim, axes in enumerate((configuration.batch_axes, sequence)):
+        given = enumerate(map(frozenset, (configuration.batch_axes, sequence)))
+        dims: list[tuple[int, frozenset[str], frozenset[tuple[str, int]]]] = []
+        for dim, axes in ((dim, axes) for dim, axes in given if axes):
             along = factors_along(ops, [(node, dim) for node in heads if node_value(node).ndim > dim])
             split = {
                 (node.name, d)
@@ -256,13 +257,13 @@ class AlongTheCall:
                 for d, factors in enumerate(rule.results[0])
                 if along[node].intersection(factors[:1])
             }
-            dims.append((frozenset(axes), frozenset(split | {(node.name, dim) for node in heads})))
+            dims.append((dim, axes, frozenset(split | {(node.name, dim) for node in heads})))
         return AlongTheCall(tuple(dims), frozenset(configuration.expert_axes))
 
     def __call__(self, joint: JointGraph) -> Mapping[str, Choose]:
         ops, found = list(ops_of(joint)), dict[str, Choose]()
         named = {node.name: node for node in joint.graph.nodes}
-        for dim, (axes, places) in enumerate(self.dims):
+        for dim, axes, places in self.dims:
             along = factors_along(ops, [(named[name], d) for name, d in places if name in named])
             for node, rule in ops:
                 exchanges = any(way.exchange is not None for way in rule.ways)
@@ -276,9 +277,7 @@ class AlongTheCall:
 
 def _split_along(factors: frozenset[str], axes: frozenset[str]) -> Choose:
     """Those that split most of one of these factors over these axes."""
-    return _most_of(
-        lambda one: sum(len(axes.intersection(of.axes)) for of in one.splits if of.factor in factors)
-    )
+    return most(lambda one: sum(len(axes.intersection(of.axes)) for of in one.splits if of.factor in factors))
 
 
 def _splits(layout: Layout) -> frozenset[str]:
@@ -295,12 +294,4 @@ def _until_made(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _most(good: Callable[[Layout], int]) -> Choose:
-    return _most_of(lambda strategy: good(strategy.results[0]))
-
-
-def _most_of(good: Callable[[NodeLayouts], int]) -> Choose:
-    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
-        found = list(map(good, strategies))
-        return [i for i, count in enumerate(found) if count == max(found)]
-
-    return choose
+    return most(lambda strategy: good(strategy.results[0]))

@@ -21,6 +21,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,12 +46,15 @@ def own_spans(
     dims: Sequence[int], sizes: Sequence[int], parts: Sequence[int], index: int
 ) -> dict[int, tuple[int, int]]:
     """Of each dim in parts where this rank's part begins, and how long it is."""
-    found, end = dict[int, tuple[int, int]](), len(sizes)
-    for dim, count in zip(reversed(dims), reversed(parts), strict=True):
-        index, place = divmod(index, count)
-        own, end = sizes[end - count : end], end - count
-        found[dim] = sum(own[:place]), own[place]
-    return found
+    places = np.unravel_index(index, tuple(parts))
+    cut = zip(dims, _by_dim(sizes, parts), places, strict=True)
+    return {dim: (sum(own[: int(place)]), own[int(place)]) for dim, own, place in cut}
+
+
+def _by_dim(sizes: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
+    """Sizes of the parts of each dim."""
+    left = iter(sizes)
+    return [list(itertools.islice(left, count)) for count in parts]
 
 
 def _routes(
@@ -76,12 +80,10 @@ def _routes(
     place = torch.where(wanted.flatten(), wanted.flatten().cumsum(0) - 1, most)
     sent = own.new_zeros(most + 1).scatter_(0, place, numbers)[:most]
     mine = (owner == index).any(-1)
-    holder, cut = ids.new_zeros(tokens), list[Sequence[int]]()
-    for dim, number in zip(dims, parts, strict=True):
-        first = sum(map(len, cut))
-        cut.append(sizes[first : first + number])
-        part = torch.searchsorted(ends(cut[-1]), torch.arange(tokens[dim], device=ids.device), right=True)
-        holder = holder * number + part.view(-1, *[1] * (len(tokens) - dim - 1))
+    holder, cut = ids.new_zeros(tokens), _by_dim(sizes, parts)
+    for dim, lengths in zip(dims, cut, strict=True):
+        part = torch.searchsorted(ends(lengths), torch.arange(tokens[dim], device=ids.device), right=True)
+        holder = holder * len(lengths) + part.view(-1, *[1] * (len(tokens) - dim - 1))
     by_rank = holder.flatten().sort(stable=True)[1]
     before = torch.cat([by_rank.new_zeros(1), mine.flatten()[by_rank].cumsum(0)])
     slots = torch.empty_like(by_rank).index_put((by_rank,), before[:-1])[places // count]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,21 +106,17 @@ class Moves:
 
     def of_two_dims(self, state: State) -> Iterator[NextStep]:
         """Gathers and reduce-scatters that undo or make the splits of two dims as one group."""
-        for i, j in itertools.combinations(range(len(self.dims)), 2):
-            gathers = itertools.product(
-                self.dims[i].gathers(state.splits[i]), self.dims[j].gathers(state.splits[j])
-            )
-            for (first, coarser), (second, other) in gathers:
-                gathered = _with_split(_with_split(state, i, coarser), j, other)
-                yield NextStep(AllGather, first + second, (i, j), "", gathered)
+        for run, dims, gathered in self._gathered_twice(
+            state, itertools.combinations(range(len(self.dims)), 2)
+        ):
+            yield NextStep(AllGather, run, dims, "", gathered)
         for op in sorted({op for _, op in state.partial if op in REDUCE_OPS}):
             units = in_units([axis for axis in self.mesh.names if (axis, op) in state.partial], self.joined)
             for first, second in itertools.permutations(units, 2):
                 left = tuple((a, o) for a, o in state.partial if a not in (*first, *second))
-                for i, scattered in self.split_by(State(state.splits, left), first):
-                    for j, target in self.split_by(scattered, second):
-                        if i < j:
-                            yield NextStep(ReduceScatter, first + second, (i, j), op, target)
+                for (i, j), target in self._split_twice(State(state.splits, left), first, second):
+                    if i < j:
+                        yield NextStep(ReduceScatter, first + second, (i, j), op, target)
 
     def halos(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):
@@ -143,12 +139,22 @@ class Moves:
             yield NextStep(ToSum, few, (), "sum", _with_partial(left, few, "sum"))
             ways = self.mesh.size(*few)
             share = choice.ranks(ways) / ways if choice else 1.0
-            for dims, target in self._split_once_or_twice(left, few):
+            once = (((dim,), target) for dim, target in self.split_by(left, few))
+            twice = (self._split_twice(left, few[:n], few[n:]) for n in range(1, len(few)))
+            for dims, target in itertools.chain(once, *twice):
                 if max(dims) < last:
                     yield NextStep(ReturnRows, few, dims, "", target, share)
         if _routed(state):
             return
-        for run, dims, gathered in self._gathered_once_or_twice(state, last):
+        once = (
+            (run, (dim,), _with_split(state, dim, coarser))
+            for dim, splits in enumerate(self.dims[:last])
+            for run, coarser in splits.gathers(state.splits[dim])
+        )
+        twice = self._gathered_twice(state, itertools.permutations(range(last), 2))
+        for run, dims, gathered in itertools.chain(once, twice):
+            if list(run) != sorted(run, key=self.mesh.index):
+                continue
             for op in self._routed_over(run):
                 choice = Choice.of(op)
                 if choice and last - 1 in dims:  # that counts a token's rows
@@ -156,34 +162,24 @@ class Moves:
                 share = choice.ranks(self.mesh.size(*run)) / choice.count if choice else 1.0
                 yield NextStep(SendRows, run, dims, "", _with_partial(gathered, run, op), share)
 
-    def _split_once_or_twice(
-        self, state: State, run: tuple[str, ...]
-    ) -> Iterator[tuple[tuple[int, ...], State]]:
-        """One dim split by a run, or two, each by a part of it."""
-        for dim, target in self.split_by(state, run):
-            yield (dim,), target
-        for place in range(1, len(run)):
-            for i, half in self.split_by(state, run[:place]):
-                for j, target in self.split_by(half, run[place:]):
-                    if i != j:
-                        yield (i, j), target
+    def _split_twice(
+        self, state: State, first: tuple[str, ...], second: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[int, int], State]]:
+        """One dim split by a run, and another by the other."""
+        for i, half in self.split_by(state, first):
+            for j, target in self.split_by(half, second):
+                if i != j:
+                    yield (i, j), target
 
-    def _gathered_once_or_twice(
-        self, state: State, last: int
-    ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], State]]:
-        """One dim before the last less split, or two, by a run in mesh order."""
-        once = [
-            (run, dim, coarser)
-            for dim, splits in enumerate(self.dims[:last])
-            for run, coarser in splits.gathers(state.splits[dim])
-        ]
-        in_order = lambda run: list(run) == sorted(run, key=self.mesh.index)
-        for run, dim, coarser in once:
-            if in_order(run):
-                yield run, (dim,), _with_split(state, dim, coarser)
-        for (first, i, coarser), (second, j, other) in itertools.permutations(once, 2):
-            if i != j and in_order(first + second):
-                yield first + second, (i, j), _with_split(_with_split(state, i, coarser), j, other)
+    def _gathered_twice(
+        self, state: State, pairs: Iterable[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[str, ...], tuple[int, int], State]]:
+        """Both dims of a pair less split, each by a part of the run."""
+        for i, j in pairs:
+            gathers = (self.dims[dim].gathers(state.splits[dim]) for dim in (i, j))
+            for (first, coarser), (second, other) in itertools.product(*gathers):
+                gathered = _with_split(_with_split(state, i, coarser), j, other)
+                yield first + second, (i, j), gathered
 
     def _routed_over(self, run: tuple[str, ...]) -> list[str]:
         """How rows may be pending over all these axes."""

@@ -60,6 +60,17 @@ class Narrowing:
         return None
 
 
+def most(good: Callable[[NodeLayouts], int]) -> Choose:
+    """Those that are best."""
+
+    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
+        found = list(map(good, strategies))
+        best = max(found)
+        return [i for i, count in enumerate(found) if count == best]
+
+    return choose
+
+
 def in_turn(first: Choose, then: Choose) -> Choose:
     """Of those that the first allows, those that the other does."""
 
