@@ -284,7 +284,8 @@ def _behind(products: list[fx.Node], read: frozenset[fx.Node]) -> set[fx.Node]:
         inside = [n for n in node.all_input_nodes if n in found or n in sources]
         if node in found or not _is_by_rows(node, shape):
             continue
-        size = max(n.meta["val"].numel() for n in inside if isinstance(n.meta["val"], torch.Tensor))
+        tensors = (n.meta["val"] for n in inside if isinstance(n.meta["val"], torch.Tensor))
+        size = max((made.numel() for made in tensors), default=0)
         others = (n for n in node.all_input_nodes if n not in inside and n.target is not aten.expand.default)
         if all(n.meta["val"].numel() < size for n in others):
             found.add(node)

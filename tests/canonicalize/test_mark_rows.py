@@ -110,3 +110,25 @@ def test_rows_of_two_routings_are_told_apart() -> None:
     joint = canonicalize(capture(model, call, {}).joint)
     one, two = regions(joint.graph)
     assert one.rows and two.rows and not one.rows & two.rows
+
+
+class OneToken(nn.Module):
+    """One token has as many rows as a product of its row with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = routed_mm(x, self.weight, ids, 0, EXPERTS)
+        return torch.linalg.eigvalsh(y @ y.mT).sum()
+
+
+def test_ops_of_several_results_end_rows() -> None:
+    torch.manual_seed(0)
+    model = OneToken().double()
+    call = (torch.randn(1, WIDTH, dtype=torch.float64), torch.tensor([3])), {}
+    plan = find_plan(model, MeshSpec({"a": 2}), call, profile=slow_compute(1))
+    report = verify(model, plan, call)
+    assert report.ok, report
+    assert report.max_error < 1e-12
