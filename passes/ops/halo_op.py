@@ -20,84 +20,35 @@ that they refuse alike, before anything is sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from cost_model.errors import ShardingError
-from passes.layout.layout import Span, spans_of
-from passes.ops.named_collective import NAMED_BY_NAME
-from passes.redistribution.halo_steps import Traffic, exchange_traffic, reduce_traffic
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Halo, Layout, Span, spans_of
+from passes.ops.named_collective import NAMED
+from passes.redistribution.emit_steps import Emitter
+from passes.redistribution.halo_steps import HaloSite, halo_exchange, halo_reduce
+from passes.redistribution.steps import HaloExchange, HaloReduce
 
 
-class Arrived(NamedTuple):
-    """A piece of the result and its local span there."""
+class AtOnce(Emitter):
+    """Runs what it would emit, on tensors."""
 
-    span: Span
-    piece: Tensor
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
 
+    def cat(self, pieces: Sequence[Any], dim: int) -> Any:
+        """A copy of one, too: the result of an op shares no memory with its operand."""
+        return torch.cat(list(pieces), dim)
 
-def row_numel(x: Tensor, dim: int) -> int:
-    """Elements of one row of `dim`."""
-    return math.prod((*x.shape[:dim], *x.shape[dim + 1 :]))
-
-
-def split_sizes(spans: Sequence[Sequence[Span]], row: int, rank: int) -> list[int]:
-    """Elements that travel to (or from) each rank; of the own spans none do."""
-    return [0 if r == rank else row * sum(hi - lo for lo, hi in of) for r, of in enumerate(spans)]
-
-
-def pack(x: Tensor, dim: int, traffic: Traffic, rank: int) -> Tensor:
-    """All that leaves this rank, flat, in the order of receivers."""
-    leaving = [span for r, spans in enumerate(traffic.sent) if r != rank for span in spans]
-    flat = [x.narrow(dim, lo, hi - lo).reshape(-1) for lo, hi in leaving]
-    return torch.cat(flat) if flat else x.new_empty(0)
-
-
-def unpack(flat: Tensor, x: Tensor, dim: int, traffic: Traffic, rank: int) -> list[Arrived]:
-    """All pieces of the result, those of the operand `x` that stay here among them, in the order of senders."""
-    found: list[Arrived] = []
-    first, row = 0, row_numel(x, dim)
-    for sender, spans in enumerate(traffic.received):
-        if sender == rank:
-            kept = zip(spans, traffic.sent[rank], strict=True)
-            found += [Arrived(span, x.narrow(dim, lo, hi - lo)) for span, (lo, hi) in kept]
-            continue
-        for span in spans:
-            size = span[1] - span[0]
-            piece = flat.narrow(0, first, size * row)
-            found.append(Arrived(span, piece.view([*x.shape[:dim], size, *x.shape[dim + 1 :]])))
-            first += size * row
-    return found
-
-
-def put_together(found: Sequence[Arrived], x: Tensor, dim: int, traffic: Traffic) -> Tensor:
-    """The result of an exchange: its pieces side by side."""
-    if not found:
-        return x.new_empty(_result_shape(x, dim, traffic))
-    return torch.cat([piece for _, piece in sorted(found, key=lambda arrived: arrived.span)], dim)
-
-
-def add_up(found: Sequence[Arrived], x: Tensor, dim: int, traffic: Traffic) -> Tensor:
-    """The result of a reduction: every piece added where it belongs."""
-    rest = list(found)
-    first = next((i for i, arrived in enumerate(found) if arrived.span == (0, traffic.length)), None)
-    if first is None:
-        total = x.new_zeros(_result_shape(x, dim, traffic))
-    else:
-        total = rest.pop(first).piece.clone(memory_format=torch.contiguous_format)
-    for (lo, hi), piece in rest:
-        total.narrow(dim, lo, hi - lo).add_(piece)
-    return total
-
-
-def _result_shape(x: Tensor, dim: int, traffic: Traffic) -> list[int]:
-    return [*x.shape[:dim], traffic.length, *x.shape[dim + 1 :]]
+    def waited(self, target: Any, x: Any, shape: Sequence[int], args: Sequence[Any]) -> Any:
+        return torch.ops._c10d_functional.wait_tensor(NAMED[target](x, *args, "halo"))
 
 
 _SCHEMA = "(Tensor x, int dim, int[] sizes, int[] spans, bool periodic, int rank, str group_name) -> Tensor"
@@ -110,54 +61,42 @@ _DTYPES = (
 
 
 @dataclass(frozen=True)
-class _Table:
-    """What is held and wanted of a dim of `length`, per rank."""
-
-    held: tuple[Span, ...]
-    wanted: tuple[Span, ...]
-    length: int
-
-
-@dataclass(frozen=True)
 class _Halo:
-    """One of the two ops. transpose: the other. given: what its operand is of the table, per rank."""
+    """One of the two ops. transpose: the other."""
 
     name: str
     transpose: str
-    given: Literal["held", "wanted"]
-    traffic: Callable[..., Traffic]
-    combined: Callable[..., Tensor]
-    sums: bool
+    step: type[HaloExchange | HaloReduce]
+    combined: Callable[[HaloSite, Any], Any]
 
     def __call__(
         self, x: Tensor, dim: int, sizes: Any, spans: Any, periodic: bool, rank: int, group_name: str
     ) -> Tensor:
-        table = _table(self.name, tuple(sizes), tuple(spans), periodic)
+        held, wanted = _table(self.name, tuple(sizes), tuple(spans), periodic)
+        sums = self.step is HaloReduce
         _check_rank(self.name, sizes, rank)
-        dim = _checked_dim(self.name, x, dim, getattr(table, self.given)[rank], rank)
-        if self.sums and x.dtype == torch.bool:
+        dim = _checked_dim(self.name, x, dim, (wanted if sums else held)[rank], rank)
+        if sums and x.dtype == torch.bool:
             raise ShardingError(f"{self.name}: x is torch.bool, which has no sum\n  try: an integer dtype")
-        traffic = self.traffic(table.held, table.wanted, table.length, rank)
-        swapped = _all_to_all(x, dim, traffic, rank, group_name)
-        return self.combined(unpack(swapped, x, dim, traffic, rank), x, dim, traffic)
-
-
-def _all_to_all(x: Tensor, dim: int, traffic: Traffic, rank: int, group_name: str) -> Tensor:
-    """What the other ranks send to this one, flat. Whether there is anything to send is the same on all ranks."""
-    row = row_numel(x, dim)
-    if not traffic.foreign or not row:
-        return x.new_empty(0)
-    leaving, arriving = (split_sizes(spans, row, rank) for spans in (traffic.sent, traffic.received))
-    flat = pack(x, dim, traffic, rank)
-    if x.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    started = NAMED_BY_NAME["all_to_all_single"](flat, arriving, leaving, group_name, "halo")
-    return torch.ops._c10d_functional.wait_tensor(started).to(x.dtype)
+        of_dim = lambda one, none: tuple(one if d == dim else none for d in range(x.ndim))
+        axes = of_dim(("group",), ())
+        ends = (
+            Layout(axes, (), of_dim(tuple(sizes), None)),
+            Layout(axes, halos=of_dim(Halo(wanted, sums), None)),
+        )
+        before, after = reversed(ends) if sums else ends
+        step = self.step(before=before, after=after, axes=("group",), dim=dim)
+        shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+        groups = {("group",): group_name}
+        site = HaloSite(AtOnce(fx.Graph(), {}), step, shape, MeshSpec({"group": len(held)}), rank, groups)
+        return self.combined(site, x)
 
 
 @lru_cache(maxsize=1024)
-def _table(op: str, sizes: tuple[int, ...], spans: tuple[int, ...], periodic: bool) -> _Table:
-    """The table of these arguments. Raises ShardingError if they contradict each other."""
+def _table(
+    op: str, sizes: tuple[int, ...], spans: tuple[int, ...], periodic: bool
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """What is held and wanted of the dim, per rank. Raises ShardingError if the arguments contradict each other."""
     if min(sizes, default=0) < 0:
         raise ShardingError(f"{op}: sizes {list(sizes)} has a negative part\n  try: 0 for an empty one")
     if len(spans) != 2 * len(sizes):
@@ -166,11 +105,10 @@ def _table(op: str, sizes: tuple[int, ...], spans: tuple[int, ...], periodic: bo
             "  try: [lo, hi] of each rank, one after the other: two numbers a rank"
         )
     length = sum(sizes)
-    held = spans_of(sizes)
     wanted = tuple(zip(spans[::2], spans[1::2], strict=True))
     for rank, (lo, hi) in enumerate(wanted):
         _check_span(op, f"the span [{lo}, {hi}) of rank {rank}", (lo, hi), length, periodic)
-    return _Table(held, wanted, length)
+    return spans_of(sizes), wanted
 
 
 def _check_span(op: str, what: str, span: Span, length: int, periodic: bool) -> None:
@@ -230,8 +168,8 @@ def _composite(halo: _Halo) -> Callable[..., Tensor]:
 
 
 for _halo in (
-    _Halo("halo_exchange", "halo_reduce", "held", exchange_traffic, put_together, sums=False),
-    _Halo("halo_reduce", "halo_exchange", "wanted", reduce_traffic, add_up, sums=True),
+    _Halo("halo_exchange", "halo_reduce", HaloExchange, halo_exchange),
+    _Halo("halo_reduce", "halo_exchange", HaloReduce, halo_reduce),
 ):
     torch.library.define(f"autoshard::{_halo.name}", _SCHEMA)
     torch.library.impl(f"autoshard::{_halo.name}", "CompositeImplicitAutograd", _composite(_halo))

@@ -31,9 +31,9 @@ COLLECTIVES = (
 )
 
 
-def value(node: fx.Node) -> torch.Tensor:
+def value(node: fx.Node | torch.Tensor) -> torch.Tensor:
     """The node's fake (or meta) tensor: this rank's shape, strides and dtype."""
-    return node.meta["val"]
+    return node if isinstance(node, torch.Tensor) else node.meta["val"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Emitter:
             return self.call(aten._to_copy.default, received, dtype=torch.bool)
         if value(x).is_complex():
             return self._complex_collective(target, x, shape, *args)
-        x = self.contiguous(x)
+        return self.waited(target, self.contiguous(x), shape, args)
+
+    def waited(self, target: Any, x: fx.Node, shape: Sequence[int], args: Sequence[Any]) -> fx.Node:
         result = self.calls(aten.new_empty.default, (x, list(shape)), {})
         started = self.named(target, result, (x, *args), {})
         return self.named(c10d.wait_tensor.default, result, (started,), {})

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -45,49 +45,6 @@ def pieces(held: Span, wanted: Span, length: int) -> tuple[Piece, ...]:
         return ()
     met = laps(wanted, held, length)
     return tuple(Piece(lo - shift, hi - shift, lo - wanted[0]) for (lo, hi), shift in met)
-
-
-def anything_foreign(held: Sequence[Span], wanted: Sequence[Span], length: int) -> bool:
-    """Whether any rank wants what it does not hold: all ranks know, so all enter the collective or none."""
-    return any(
-        sum(piece.size for piece in pieces(mine, want, length)) < want[1] - want[0]
-        for mine, want in zip(held, wanted, strict=True)
-    )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """One rank's side of an exchange or a reduction.
-
-    sent:     per rank, spans of the operand's dim, local; the own entry stays here.
-    received: per rank, spans of the result's dim, local, in the order in which they arrive.
-    length:   of the result's dim.
-    foreign:  whether any rank sends anything to another.
-    """
-
-    sent: tuple[tuple[Span, ...], ...]
-    received: tuple[tuple[Span, ...], ...]
-    length: int
-    foreign: bool
-
-
-@lru_cache(maxsize=1024)
-def exchange_traffic(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int, rank: int) -> Traffic:
-    """From parts to the spans wanted: what is received tiles the result."""
-    mine, want = held[rank], wanted[rank]
-    return Traffic(
-        sent=tuple(tuple((p.lo - mine[0], p.hi - mine[0]) for p in pieces(mine, w, length)) for w in wanted),
-        received=tuple(tuple((p.place, p.place + p.size) for p in pieces(h, want, length)) for h in held),
-        length=want[1] - want[0],
-        foreign=anything_foreign(held, wanted, length),
-    )
-
-
-@lru_cache(maxsize=1024)
-def reduce_traffic(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int, rank: int) -> Traffic:
-    """The transpose: summands of the spans wanted go back to the parts, where what is received overlaps."""
-    there = exchange_traffic(held, wanted, length, rank)
-    return Traffic(there.received, there.sent, held[rank][1] - held[rank][0], there.foreign)
 
 
 @dataclass(frozen=True)
@@ -169,27 +126,32 @@ Arrived = tuple[Span, fx.Node]
 
 def halo_exchange(site: HaloSite, x: fx.Node) -> fx.Node:
     """What others hold of my span, put around what I hold of it: also from one cut of a dim to another."""
-    arrived = _pieces(site, x)
-    if not math.prod(site.result_shape):
-        return site.emit.empty(x, site.result_shape)
-    whole = site.emit.cat([piece for _, piece in arrived], site.step.dim)
-    if len(arrived) > 1:
-        whole.meta["halo"] = True
-    return whole
+    arrived, shape = _pieces(site, x), _result_shape(site, x)
+    if not math.prod(shape):
+        return site.emit.empty(x, shape)
+    emit = replace(site.emit, meta={**site.emit.meta, "halo": True})
+    return emit.cat([piece for _, piece in arrived], site.step.dim)
 
 
 def halo_reduce(site: HaloSite, x: fx.Node) -> fx.Node:
     """My part of the sum: my own summand, and those of others that reach into it."""
-    arrived, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
+    arrived, shape, dim = _pieces(site, x), _result_shape(site, x), site.step.dim
     ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in arrived)})
     runs = [_sum_of(site, arrived, (lo, hi), x) for lo, hi in itertools.pairwise(ends) if lo < hi]
     return site.emit.cat(runs, dim) if runs else site.emit.empty(x, shape)
 
 
+def _result_shape(site: HaloSite, x: fx.Node) -> list[int]:
+    """Of `x` with what is wanted of the dim: all others stay, whatever numbers they are."""
+    shape, (lo, hi) = list(value(x).shape), site.span(site.step.after, site.step.dim)
+    shape[site.step.dim] = hi - lo
+    return shape
+
+
 def _sum_of(site: HaloSite, arrived: Sequence[Arrived], run: Span, like: fx.Node) -> fx.Node:
     """What the pieces that cover `run`, all of it, add up to there."""
     dim = site.step.dim
-    shape = list(site.result_shape)
+    shape = _result_shape(site, like)
     shape[dim] = run[1] - run[0]
     total: fx.Node | None = None
     for (lo, hi), piece in arrived:
@@ -210,7 +172,7 @@ def _pieces(site: HaloSite, x: fx.Node) -> list[Arrived]:
 
 def _foreign(site: HaloSite, x: fx.Node) -> list[Arrived]:
     """Send each other rank of the group what it wants of `x`; what arrives."""
-    if not _anything_foreign(site):
+    if not _anything_foreign(site, x):
         return []
     dim, rank = site.step.dim, site.rank
     sent = [site.overlaps(dim, rank, other) if other != rank else [] for other in site.ranks]
@@ -233,10 +195,10 @@ def _foreign(site: HaloSite, x: fx.Node) -> list[Arrived]:
     return placed
 
 
-def _anything_foreign(site: HaloSite) -> bool:
+def _anything_foreign(site: HaloSite, x: fx.Node) -> bool:
     """Whether any rank of the group sends anything: all of its ranks know."""
     dim = site.step.dim
-    if not math.prod(without(site.step.before.local_shape(site.shape, site.mesh, site.rank), dim)):
+    if not math.prod(without(tuple(value(x).shape), dim)):
         return False
     pairs = itertools.permutations(site.ranks, 2)
     return any(site.overlaps(dim, sender, receiver) for sender, receiver in pairs)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from passes.layout.layout import Span
-from passes.ops.halo_op import add_up, pack, put_together, row_numel, split_sizes, unpack
-from passes.redistribution.halo_steps import (
-    Traffic,
-    anything_foreign,
-    exchange_traffic,
-    pieces,
-    reduce_traffic,
-)
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Halo, Layout, Span
+from passes.ops.halo_op import AtOnce
+from passes.redistribution.halo_steps import HaloSite, halo_exchange, halo_reduce, pieces
+from passes.redistribution.steps import HaloExchange, HaloReduce
 from tests.redistribution.layouts import random_sizes
 
 SEEDS = 300
@@ -68,36 +66,49 @@ def test_by_hand() -> None:
     assert pieces((0, 3), (-1, 4), 3) == ((2, 3, 0), (0, 3, 1), (0, 1, 4))
 
 
-def test_foreign_is_what_another_holds() -> None:
-    held = ((0, 4), (4, 8))
-    assert not anything_foreign(held, ((0, 3), (5, 8)), 8)
-    assert not anything_foreign(held, ((0, 4), (2, 2)), 8)
-    assert anything_foreign(held, ((0, 4), (3, 8)), 8)
-    assert anything_foreign(held, ((0, 4), (4, 9)), 8)
-    assert not anything_foreign(((0, 3),), ((-3, 6),), 3)  # it is its own neighbour
+@dataclass(frozen=True)
+class Mail(AtOnce):
+    """What ranks send each other, one after the other: all of them write before the first one reads."""
+
+    rank: int = 0
+    boxes: dict[int, list[Tensor]] = field(default_factory=dict)
+    reads: bool = False
+
+    def waited(self, target: Any, x: Any, shape: Sequence[int], args: Sequence[Any]) -> Any:
+        arriving, leaving, _ = args
+        self.boxes[self.rank] = list(x.split(leaving))
+        if not self.reads:
+            return x.new_zeros(shape)
+        found = [self.boxes[sender][self.rank] for sender in range(len(leaving))]
+        assert [one.numel() for one in found] == arriving
+        return torch.cat(found)
 
 
-def lockstep(
-    parts: Sequence[Tensor],
-    dim: int,
-    case: Case,
-    traffic_of: Callable[..., Traffic],
-    assemble: Callable[..., Tensor],
-) -> list[Tensor]:
-    """What all ranks get, with the all-to-all done here."""
+def lockstep(parts: Sequence[Tensor], dim: int, case: Case, summed: bool) -> list[Tensor]:
+    """What all ranks get, with the all-to-all done here; nothing is sent where nobody wants what another holds."""
     held, wanted, length = case
-    ranks = range(len(parts))
-    traffics = [traffic_of(held, wanted, length, rank) for rank in ranks]
-    buffers = []
-    for rank, (x, traffic) in enumerate(zip(parts, traffics, strict=True)):
-        leaving = split_sizes(traffic.sent, row_numel(x, dim), rank)
-        buffers.append(pack(x, dim, traffic, rank).split(leaving))
-    results = []
-    for rank, (x, traffic) in enumerate(zip(parts, traffics, strict=True)):
-        arriving = split_sizes(traffic.received, row_numel(x, dim), rank)
-        assert arriving == [buffers[sender][rank].numel() for sender in ranks]
-        flat = torch.cat([buffers[sender][rank] for sender in ranks])
-        results.append(assemble(unpack(flat, x, dim, traffic, rank), x, dim, traffic))
+    axes = [("group",) if d == dim else () for d in range(3)]
+    halo = Halo(wanted, summed)
+    sizes = tuple(hi - lo for lo, hi in held)
+    ends = [
+        Layout(tuple(axes), (), tuple(sizes if a else None for a in axes)),
+        Layout(tuple(axes), halos=tuple(halo if a else None for a in axes)),
+    ]
+    before, after = reversed(ends) if summed else ends
+    step = (HaloReduce if summed else HaloExchange)(before=before, after=after, axes=("group",), dim=dim)
+    move, mesh = halo_reduce if summed else halo_exchange, MeshSpec({"group": len(parts)})
+    mail = Mail(fx.Graph(), {})
+    results: list[Any] = []
+    for reads in (False, True):
+        emits = [replace(mail, rank=rank, reads=reads) for rank in range(len(parts))]
+        shape = tuple(length if d == dim else n for d, n in enumerate(parts[0].shape))
+        sites = [HaloSite(emit, step, shape, mesh, emit.rank, {("group",): "g"}) for emit in emits]
+        results = [move(site, x) for site, x in zip(sites, parts, strict=True)]  # type: ignore[arg-type]
+    foreign = any(
+        set(indices(want, length)) - set(indices(mine, length))
+        for mine, want in zip(held, wanted, strict=True)
+    )
+    assert bool(mail.boxes) == foreign
     return results
 
 
@@ -115,11 +126,11 @@ def test_exchange_and_transpose() -> None:
         generator = torch.Generator().manual_seed(seed)
         whole = torch.randint(-99, 99, shape, generator=generator)
         parts = cut(whole, dim, held, length)
-        exchanged = lockstep(parts, dim, case, exchange_traffic, put_together)
+        exchanged = lockstep(parts, dim, case, summed=False)
         for rank, want in enumerate(cut(whole, dim, wanted, length)):
             assert torch.equal(exchanged[rank], want), (seed, rank)
         other = [torch.randint(-99, 99, y.shape, generator=generator) for y in exchanged]
-        reduced = lockstep(other, dim, case, reduce_traffic, add_up)
+        reduced = lockstep(other, dim, case, summed=True)
         left = sum(int((a * b).sum()) for a, b in zip(exchanged, other, strict=True))
         right = sum(int((a * b).sum()) for a, b in zip(parts, reduced, strict=True))
         assert left == right, seed
