@@ -13,9 +13,7 @@ from passes.solver import binding
 from passes.solver import memory_rows as memory
 from passes.solver.binding import improve_prices
 from passes.solver.branches import Search
-from passes.solver.core import Budget
 from passes.solver.graph import Graph
-from passes.solver.memory_rows import improve_part, part_of
 from passes.solver.problem import Problem, Tables
 from passes.solver.solve import solve
 from passes.solver.usage import RangeMinimum, Rows, Usage, combine
@@ -110,21 +108,6 @@ def test_search_state_is_that_of_its_choice() -> None:
     assert search.over[:-1] == pytest.approx(again.over[:-1])
     for node in range(40):
         assert search.around[node] == pytest.approx(again.around[node])
-
-
-def test_parts_improve_and_keep_the_rest() -> None:
-    problem, graph, rows = limited_chain(0.8)
-    search = Search(graph, rows, dict.fromkeys(range(40), 4), {})
-    assert search.repair(1e-3, INF)
-    choice, nodes = search.choice, list(range(10, 24))
-    part = part_of(graph, rows, choice, nodes)
-    assert part.value(choice) == pytest.approx(problem.cost([choice[node] for node in range(40)]))
-    better = improve_part(graph, rows, choice, nodes, Budget(INF, 1e-9))
-    assert better is not None
-    assert all(better[node] == choice[node] for node in range(40) if node not in nodes)
-    assert rows.fits(better)
-    assert graph.value(better) < graph.value(choice)
-    assert improve_part(graph, rows, better, nodes, Budget(INF, 1e-9)) is None
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 5))
