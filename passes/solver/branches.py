@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from .alike import Alike, Side
 from .graph import DeadEnd, Graph, Restrict, cost_beside
 from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
@@ -141,15 +140,13 @@ class Search:
                 self.around[other] = self._around(other)
 
 
-def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: Alike | None = None) -> float:
+def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> float:
     """Forbid, in place, what the messages prove to cost `cutoff` or more.
 
     `bound` is theirs. Returns what is proven of all that went: no choice that uses any of it
     costs less. At least `cutoff`; inf if nothing went. Whole strategies get the cost inf; arc consistency removes them.
-
-    alike: of the graph; what is like something that has to stay, stays, so that it is alike ever after.
     """
-    room, alike = cutoff - bound, alike or Alike.none(graph)
+    room = cutoff - bound
     above: dict[int, Array] = {}
     for node in graph.cost:
         total = graph.cost[node].copy()
@@ -157,27 +154,16 @@ def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: 
             total += messages[other, node]
         above[node] = total - total.min()
     joint = {node: vector.copy() for node, vector in above.items()}
-    edges = [(i, j) for i in sorted(graph.adjacent) for j in sorted(graph.adjacent[i]) if i < j]
-    pairs: dict[tuple[Side, Side], Array] = {}
-    for i, j in edges:
-        total = _pairs_above(graph, messages, (i, j), above, joint)
-        kind = alike.kind(i, j)
-        pairs[kind] = np.minimum(pairs[kind], total) if kind in pairs else total
-    strategies: dict[int, Array] = {}
-    for node, vector in joint.items():
-        first = alike.like[node]
-        strategies[first] = np.minimum(strategies[first], vector) if first in strategies else vector
     least = float("inf")
-    for i, j in edges:
-        matrix, total = graph.adjacent[i][j], pairs[alike.kind(i, j)]
+    for i, j in graph.edges():
+        matrix, total = graph.adjacent[i][j], _pairs_above(graph, messages, (i, j), above, joint)
         dead = (total >= room) & np.isfinite(matrix)
         if dead.any():
             graph.set_edge(i, j, graph.tables.intern(np.where(dead, np.inf, matrix)))
             least = min(least, float(total[dead].min()))
     for node, cost in list(graph.cost.items()):
-        vector = strategies[alike.like[node]]
-        dead = (vector >= room) & np.isfinite(cost)
-        least = min(least, float(vector[dead].min(initial=np.inf)))
+        dead = (joint[node] >= room) & np.isfinite(cost)
+        least = min(least, float(joint[node][dead].min(initial=np.inf)))
         graph.forbid(node, dead)
     return bound + least
 

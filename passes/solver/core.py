@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .alike import Alike
 from .branches import Branches, descend, prune
 from .graph import DeadEnd, Graph
 from .marginal import Relaxation, Relaxed
@@ -112,12 +111,11 @@ class _Connected:
         self.cost = float("inf")
         self.bound = -float("inf")
         self._weighted = False
-        self._most = PROGRAM_LIMIT
         if warm is not None:
             self._offer(descend(graph, warm))
 
     def solve(self) -> Solved:
-        for step in (self._by_messages, self._by_layers, self._by_relaxation, self._by_integers):
+        for step in (self._by_messages, self._by_relaxation, self._by_integers):
             again = True
             while again:
                 again = step()
@@ -157,14 +155,14 @@ class _Connected:
             self.best, self.cost = self.graph.expand(rest.choice), cost
         self.bound = max(self.bound, min(self._cutoff, self.graph.constant + rest.bound))
 
-    def _prune(self, messages: Messages, bound: float, alike: Alike | None = None) -> bool:
-        """True if enough was pruned for another round; the graph is then presolved. What is alike stays so."""
+    def _prune(self, messages: Messages, bound: float) -> bool:
+        """True if enough was pruned for another round; the graph is then presolved."""
         self.bound = max(self.bound, min(bound, self._cutoff))
         if self._done():
             return False
         before = self.graph.entries()
         try:
-            if prune(self.graph, messages, bound, self._cutoff, alike) == float("inf"):
+            if prune(self.graph, messages, bound, self._cutoff) == float("inf"):
                 return False
             presolve(self.graph, self.budget.deadline)
         except DeadEnd:
@@ -194,36 +192,10 @@ class _Connected:
             stalled = stalled + 1 if gain <= 0.02 * (self.cost - bound) else 0
             if self.cost - bound <= self.budget.tolerance:
                 break
-        return self._prune(passing.unpacked(settled), new, self._alike())
-
-    def _by_layers(self) -> bool:
-        """The relaxation of what is alike, once for all of it."""
-        alike = self._alike()
-        relaxed = None if alike is None else Relaxation(self.graph, alike).solve(self.budget.deadline)
-        if relaxed is None:
-            return False
-        # Edge entries, at most, where equal layers were relaxed as one: what it adds is little, and it takes minutes.
-        self._most = 1_500_000
-        passing = MessagePassing(self.graph)
-        messages = passing.packed(relaxed.messages)
-        settled = passing.ascend(messages.copy(), PASSES, self.budget.deadline)
-        bound, best = max(
-            ((passing.lower_bound(each), each) for each in (messages, settled)), key=lambda pair: pair[0]
-        )
-        self._offer(descend(self.graph, relaxed.choice))
-        self._offer(descend(self.graph, passing.decode(best)))
-        return self._prune(passing.unpacked(best), bound, alike)
-
-    def _alike(self) -> Alike | None:
-        """What is alike, if the graph is large and most of it is; None otherwise."""
-        entries = self.graph.entries()
-        alike = Alike.of(self.graph) if entries > QUICK else None
-        # Share of a graph's edge entries, at most, that its different edges have for equal layers to be
-        # relaxed as one.
-        return None if alike is None or alike.entries(self.graph) > 0.4 * entries else alike
+        return self._prune(passing.unpacked(settled), new)
 
     def _by_relaxation(self) -> bool:
-        if self.graph.entries() > self._most:
+        if self.graph.entries() > PROGRAM_LIMIT:
             return False
         relaxed = Relaxation(self.graph).solve(self.budget.deadline)
         if relaxed is None:
@@ -253,7 +225,7 @@ class _Connected:
                 self._offer(rest.expand(found.best))
 
     def _by_integers(self) -> bool:
-        if self.graph.entries() > self._most:
+        if self.graph.entries() > PROGRAM_LIMIT:
             return False
         now = time.monotonic()
         # Share of the time left.

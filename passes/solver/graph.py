@@ -131,6 +131,10 @@ class Graph:
         copy.constant = self.constant
         return copy
 
+    def edges(self) -> list[tuple[int, int]]:
+        """Each once, (i, j) with i < j, in order."""
+        return sorted((i, j) for i, around in self.adjacent.items() for j in around if i < j)
+
     def add_cost(self, node: int, vector: Array) -> None:
         self.cost[node] = self.tables.add(self.cost[node], self.tables.intern(vector))
 

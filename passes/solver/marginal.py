@@ -4,9 +4,6 @@ Variables: x[i, a] per strategy and y[e, a, b] per finite entry of an edge.
     sum_a x[i, a] = 1        sum_b y[e, a, b] = x[i, a]        sum_a y[e, a, b] = x[j, b]
     sum of use * x <= slack  for every memory row
 With x integral y is too. Far tighter than y >= x_a + x_b - 1: the relaxation is mostly integral.
-
-Nodes and edges that are alike (`alike.py`) may be one, which stands for their sum: 1 becomes how many they are. Every
-answer of the whole has such a sum, so the optimum is a bound, and its dual values are messages for all of them.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csc_array
 
-from .alike import Alike, Side
 from .graph import Graph
-from .passing import Messages
+from .passing import Messages, Side
 from .problem import Array
 from .usage import Row
 
@@ -34,64 +30,52 @@ ROW_SCALE = 1e4
 class _Program:
     """The program without memory rows, in HiGHS's units (costs times `factor`).
 
-    start: of each node, its first column; and the first that is of an edge. count: what the columns of each node sum
-           to. `cost`, `most`: of each column; a column is as many at most as it stands for.
+    start: of each node, its first column; and the first that is of an edge. cost: of each column.
     sides: first row of the marginals of each side of an edge.
     fixed: [rows] what each row is.
     least: what was subtracted from costs, each node's and edge's least, in the graph's units.
     """
 
     start: NDArray[np.int64]
-    count: NDArray[np.int64]
     sides: Mapping[Side, int]
     cost: Array
-    most: Array
     matrix: csc_array
     fixed: Array
     least: float
     factor: float
 
 
-def build_program(graph: Graph, alike: Alike) -> _Program:
-    """The program of `graph`, all of whose node costs are finite, summed over what is `alike`."""
-    nodes = sorted(alike.count)
-    at = {node: p for p, node in enumerate(nodes)}
+def build_program(graph: Graph) -> _Program:
+    """The program of `graph`, all of whose node costs are finite."""
+    nodes = sorted(graph.cost)
     sizes = np.array([len(graph.cost[node]) for node in nodes], dtype=np.int64)
-    count = np.array([alike.count[node] for node in nodes], dtype=np.int64)
     start = np.concatenate([[0], np.cumsum(sizes)])
+    at = dict(zip(nodes, start.tolist(), strict=False))
     minima = [float(graph.cost[node].min()) for node in nodes]
     costs = [graph.cost[node] - least for node, least in zip(nodes, minima, strict=True)]
     row, column = [np.repeat(np.arange(len(nodes)), sizes)], [np.arange(start[-1])]
-    value, most = [np.ones(start[-1])], [np.repeat(count, sizes)]
+    value = [np.ones(start[-1])]
     sides: dict[Side, int] = {}
     columns, rows = int(start[-1]), len(nodes)
-    for i, j in alike.edges:
+    for i, j in graph.edges():
         matrix = graph.adjacent[i][j]
         a, b = np.nonzero(np.isfinite(matrix))
         minima.append(float(matrix.min()))
         costs.append(matrix[a, b] - minima[-1])
-        most.append(np.full(len(a), min(alike.count[alike.like[i]], alike.count[alike.like[j]])))
         for side, used in (((i, j), a), ((j, i), b)):
-            first = alike.side_like[side]
-            if first not in sides:
-                sides[first], size = rows, len(graph.cost[side[0]])
-                place = at[alike.like[side[0]]]
-                row.append(np.arange(rows, rows + size))
-                column.append(np.arange(start[place], start[place + 1]))
-                value.append(np.full(size, -float(alike.times[first])))
-                rows += size
-            row.append(sides[first] + used)
-            column.append(np.arange(columns, columns + len(a)))
-            value.append(np.ones(len(used)))
+            sides[side], size = rows, len(graph.cost[side[0]])
+            row += [np.arange(rows, rows + size), rows + used]
+            column += [at[side[0]] + np.arange(size), np.arange(columns, columns + len(a))]
+            value += [np.full(size, -1.0), np.ones(len(used))]
+            rows += size
         columns += len(a)
     fixed = np.zeros(rows)
-    fixed[: len(nodes)] = count
+    fixed[: len(nodes)] = 1.0
     cost = np.concatenate(costs)
     factor = _factor(cost)
     places = np.concatenate(row), np.concatenate(column)
     matrix = csc_array((np.concatenate(value), places), shape=(rows, columns))
-    bounds = np.concatenate(most).astype(np.float64)
-    return _Program(start, count, sides, cost * factor, bounds, matrix, fixed, sum(minima), factor)
+    return _Program(start, sides, cost * factor, matrix, fixed, sum(minima), factor)
 
 
 def _factor(cost: Array) -> float:
@@ -135,11 +119,9 @@ class _Silent(highspy.Highs):
 class Relaxation:
     """A graph's program, to which memory rows may be added between solutions."""
 
-    def __init__(self, graph: Graph, alike: Alike | None = None, integers: bool = False) -> None:
-        """alike: what of the graph is held as one; no memory rows may be added then."""
-        self._graph, self._alike = graph, alike or Alike.none(graph)
-        self._program = build_program(graph, self._alike)
-        self._nodes = sorted(self._alike.count)
+    def __init__(self, graph: Graph, integers: bool = False) -> None:
+        self._graph, self._program = graph, build_program(graph)
+        self._nodes = sorted(graph.cost)
         self._at = {node: p for p, node in enumerate(self._nodes)}
         self.memory: dict[int, tuple[float, Row]] = {}
         """With what each row is multiplied."""
@@ -175,25 +157,20 @@ class Relaxation:
             return None
         solution = self._solver.getSolution()
         x = np.array(solution.col_value)[: program.start[-1]]
-        like, dual = self._alike.like, np.array(solution.row_dual) / program.factor
-        messages: dict[tuple[int, int], Array] = {}
-        for (i, j), side in self._alike.side_like.items():
-            first = program.sides[side]
-            messages[j, i] = dual[first : first + len(self._graph.cost[i])]
+        dual = np.array(solution.row_dual) / program.factor
+        sizes = {node: len(vector) for node, vector in self._graph.cost.items()}
+        messages = {(j, i): dual[first : first + sizes[i]] for (i, j), first in program.sides.items()}
         first = len(program.fixed)  # of HiGHS's rows, to which those of memory were added
         prices = {
             key: max(0.0, -float(dual[first + p])) * scale
             for p, (key, (scale, _)) in enumerate(self.memory.items())
         }
-        whole = np.repeat(program.count, np.diff(program.start))
-        integral = bool((np.minimum(np.abs(x), np.abs(whole - x)) < 1e-6).all())
-        of_kinds = np.split(x, program.start[1:-1])
-        shares = [of_kinds[self._at[like[node]]] / self._alike.count[like[node]] for node in sorted(like)]
-        return Relaxed(self._choice(x), np.concatenate(shares), integral, messages, prices)
+        integral = bool((np.minimum(np.abs(x), np.abs(1.0 - x)) < 1e-6).all())
+        return Relaxed(self._choice(x), x, integral, messages, prices)
 
     def _choice(self, x: Array) -> dict[int, int]:
-        of_kinds = [int(np.argmax(part)) for part in np.split(x, self._program.start[1:-1])]
-        return {node: of_kinds[self._at[first]] for node, first in self._alike.like.items()}
+        parts = np.split(x, self._program.start[1:-1])
+        return {node: int(np.argmax(part)) for node, part in zip(self._nodes, parts, strict=True)}
 
     def solve_integers(self, gap: float, deadline: float) -> tuple[dict[int, int] | None, float]:
         """The mixed-integer program: the best choice found, and a lower bound on `graph.value`.
@@ -236,7 +213,7 @@ def _model(program: _Program, integers: bool) -> highspy.HighsLp:
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = count, len(program.fixed)
     model.col_cost_ = program.cost
-    model.col_lower_, model.col_upper_ = np.zeros(count), program.most
+    model.col_lower_, model.col_upper_ = np.zeros(count), np.ones(count)
     model.row_lower_ = model.row_upper_ = program.fixed
     model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     model.a_matrix_.start_ = program.matrix.indptr.astype(np.int32)

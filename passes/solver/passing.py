@@ -16,12 +16,13 @@ from itertools import chain
 
 import numpy as np
 
-from .alike import Side
 from .graph import Graph
 from .problem import Array, Index
 
 Messages = Mapping[tuple[int, int], Array]
 """(from, to) -> [S_to]."""
+Side = tuple[int, int]
+"""(node, neighbour): an edge as it is seen from one of its nodes."""
 
 LARGE = 10_000
 """Entries of an edge from which on it is computed by itself: laying it out beside others costs more than it saves."""
