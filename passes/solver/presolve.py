@@ -19,7 +19,6 @@ import numpy as np
 
 from .graph import DeadEnd, Graph
 from .problem import BLOCK, Array, Index
-from .usage import RangeMinimum
 
 
 def needed_strategies(graph: Graph, node: int) -> Index | None:
@@ -143,13 +142,14 @@ def _drop_oversized(graph: Graph) -> list[int]:
         return []
     changed: list[int] = []
     binding = _most(graph) > graph.slack
-    room = RangeMinimum(graph.slack)
+    room = np.append(graph.slack, np.inf)  # the end is no row
     for node in sorted(graph.use):
         usage = graph.usage(node)
         if usage is None or (usage := graph.keep_use(node, binding)) is None:
             changed += [node, *graph.adjacent[node]]
             continue
-        fits = (usage.used <= room(usage.first, usage.last)[:, None]).all(axis=0)
+        least = np.minimum.reduceat(room, np.stack([usage.first, usage.last], axis=1).ravel())[::2]
+        fits = (usage.used <= least[:, None]).all(axis=0)
         if not fits.all():
             graph.restrict(node, np.flatnonzero(fits))
             changed += [node, *graph.adjacent[node]]

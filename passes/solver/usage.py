@@ -95,28 +95,6 @@ class Usage:
         np.add.at(slope, self.last, -self.used[:, strategy])
 
 
-class RangeMinimum:
-    """Minima over ranges of an array, by a table of those over every power of two."""
-
-    def __init__(self, values: Array) -> None:
-        self._levels = [values]
-        width = 1
-        while 2 * width <= len(values):
-            last = self._levels[-1]
-            self._levels.append(np.minimum(last[:-width], last[width:]))
-            width *= 2
-
-    def __call__(self, first: Index, last: Index) -> Array:
-        """Minima of the non-empty ranges [first, last)."""
-        level = np.log2(last - first).astype(np.int64)  # exact: ranges are far shorter than 2**48
-        result = np.empty(len(first))
-        for k in np.unique(level):
-            at = level == k
-            table = self._levels[k]
-            result[at] = np.minimum(table[first[at]], table[last[at] - (1 << int(k))])
-        return result
-
-
 def combine(parts: Sequence[Usage]) -> Usage:
     """The sum of all."""
     queue = list(parts)
@@ -185,9 +163,8 @@ class Rows:
         edges = [points for usage in used.values() for points in (usage.first, usage.last)]
         points = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *edges]))
         points = points[points < len(slack)]
-        ends = np.append(points[1:], len(slack))
-        least = RangeMinimum(slack)(points, ends)
-        spans = zip(points, ends, strict=True)
+        spans = zip(points, [*points[1:], len(slack)], strict=True)
+        least = np.minimum.reduceat(slack, points)
         at = np.array([first + int(np.argmin(slack[first:last])) for first, last in spans])
         usages = {
             node: usage.at_rows(np.searchsorted(points, usage.first), np.searchsorted(points, usage.last))

@@ -16,7 +16,7 @@ from passes.solver.branches import Search
 from passes.solver.graph import Graph
 from passes.solver.problem import Problem, Tables
 from passes.solver.solve import solve
-from passes.solver.usage import RangeMinimum, Rows, Usage, combine
+from passes.solver.usage import Rows, Usage, combine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem
@@ -41,13 +41,6 @@ def test_usages_add_up_row_by_row(seed: int) -> None:
     total = combine(parts)
     assert (dense(total, 12) == sum(dense(part, 12) for part in parts)).all()
     assert (total.first[1:] >= total.last[:-1]).all()
-
-
-def test_minima_of_ranges() -> None:
-    values = np.random.default_rng(0).integers(0, 100, 37).astype(np.float64)
-    ranges = [(i, j) for i in range(37) for j in range(i + 1, 38)]
-    found = RangeMinimum(values)(np.array([i for i, _ in ranges]), np.array([j for _, j in ranges]))
-    assert found.tolist() == [values[i:j].min() for i, j in ranges]
 
 
 def with_rows(seed: int) -> tuple[Problem, Graph, Rows]:
