@@ -16,7 +16,7 @@ from autoshard.progress import Say
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, output_wrapper, plain_input
-from autoshard.runtime.observe import Observer, StageClock
+from autoshard.runtime.observe import Observer, StageRecorder
 from autoshard.runtime.planner import Settings
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import arrived, seed_on
@@ -127,7 +127,7 @@ class Home(Protocol):
     spec: MeshSpec
     settings: Settings
     observers: list[Observer]
-    stage_clocks: list[StageClock]
+    stage_clocks: list[StageRecorder]
     seeds: SeedStream
     watch: Watch | None
 

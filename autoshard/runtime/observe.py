@@ -95,23 +95,6 @@ StepPart = Literal["begin", "pieces", "end", "done"]
 """Begins of a step, of its first piece, and of what runs after the pieces; and the end of the step."""
 
 
-class StageClock(Protocol):
-    def begins(self, part: StepPart) -> None: ...
-
-    def action(self, action: Action) -> AbstractContextManager[Any]:
-        """The block in which it is computed, without what is sent and waited for."""
-        ...
-
-
-def timed(clocks: Sequence[StageClock], action: Action) -> AbstractContextManager[Any]:
-    if not clocks:
-        return nullcontext()
-    stack = ExitStack()
-    for clock in clocks:
-        stack.enter_context(clock.action(action))
-    return stack
-
-
 @dataclass(frozen=True)
 class RankStep:
     """A rank's step. begins: seconds since the recorder's start. parts: seconds from there to the first piece, to the
@@ -141,7 +124,7 @@ class _Marked:
 
 
 class StageRecorder:
-    """A `StageClock`. start: all ranks call it together, behind a barrier."""
+    """Of a rank's stages. start: all ranks call it together, behind a barrier."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
@@ -160,6 +143,7 @@ class StageRecorder:
 
     @contextmanager
     def action(self, action: Action) -> Generator[None]:
+        """The block in which it is computed, without what is sent and waited for."""
         start = self._marks.mark()
         yield
         self._steps[-1].actions.append((action, start, self._marks.mark()))
@@ -178,3 +162,12 @@ class StageRecorder:
             after(parts["done"]),
             tuple((action, after(start), after(end)) for action, start, end in step.actions),
         )
+
+
+def timed(clocks: Sequence[StageRecorder], action: Action) -> AbstractContextManager[Any]:
+    if not clocks:
+        return nullcontext()
+    stack = ExitStack()
+    for clock in clocks:
+        stack.enter_context(clock.action(action))
+    return stack

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients
 from autoshard.runtime.leaves import InputSide, Leaves
-from autoshard.runtime.observe import StageClock, StepPart
+from autoshard.runtime.observe import StageRecorder, StepPart
 from autoshard.runtime.piece_code import PiecesOnRank
 from autoshard.runtime.pipeline_stage import (
     PipelineStage,
@@ -75,7 +75,9 @@ class Staging:
     def on_rank(self, pieces: Sequence[PiecesOnRank]) -> list[StageOnRank]:
         return list(map(StageOnRank, self.graphs, pieces))
 
-    def program(self, pieces: Sequence[PiecesOnRank], clocks: Sequence[StageClock], around: Around) -> AtOnce:
+    def program(
+        self, pieces: Sequence[PiecesOnRank], clocks: Sequence[StageRecorder], around: Around
+    ) -> AtOnce:
         """pieces: of each of the graphs. clocks: told of every step; they may change while the program lives."""
         ends, stages = self.ends, self.on_rank(pieces)
         gradients = pipeline_gradients(ends, stages)
@@ -92,7 +94,9 @@ def pipeline_gradients(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Cal
 class _Pipeline:
     """The stages of this rank, compiled, and what runs them by turns with those of the others: a body of `AtOnce`."""
 
-    def __init__(self, staging: Staging, stages: Sequence[StageOnRank], clocks: Sequence[StageClock]) -> None:
+    def __init__(
+        self, staging: Staging, stages: Sequence[StageOnRank], clocks: Sequence[StageRecorder]
+    ) -> None:
         ends, count = staging.ends, staging.count
         self._at, self._clocks, self._pieces = ends, clocks, stages[0].pieces.count
         self._names = [(s.kind, s.name) for s in ends.inputs if s.kind != "tangent"]

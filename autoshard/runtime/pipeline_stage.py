@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoshard.runtime.compiled_pieces import PiecesRun
-from autoshard.runtime.observe import StageClock, timed
+from autoshard.runtime.observe import StageRecorder, timed
 from autoshard.runtime.piece_code import PiecesOnRank
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
 from passes.stages.stage_graph import Crossing, Leaf, StageEnds, StageGraph
@@ -129,7 +129,7 @@ class PipelineStage:
     num_stages: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    _clocks: Sequence[StageClock] = ()
+    _clocks: Sequence[StageRecorder] = ()
 
     def __post_init__(self) -> None:
         self.group_rank, self.group_size = dist.get_rank(self.group), dist.get_world_size(self.group)

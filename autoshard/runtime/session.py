@@ -31,7 +31,7 @@ from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
-from autoshard.runtime.observe import Observer, StageClock
+from autoshard.runtime.observe import Observer, StageRecorder
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
@@ -76,7 +76,7 @@ class Session:
         self.settings = settings
         self.plan: Plan | None = None
         self.observers: list[Observer] = []
-        self.stage_clocks: list[StageClock] = []
+        self.stage_clocks: list[StageRecorder] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
         self.copied = False  # copies are averaged with the model, and have its layouts

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from cost_model.measure.peers import host_name, machine_id
+from cost_model.measure.peers import Peers, host_name, machine_id
 
 REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -182,9 +182,6 @@ _log = logging.getLogger("autoshard")
 _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
 _PREFIX = "autoshard-ranks-"
-_TEXT_NBYTES = 256
-"""Room for what a rank says: a host's name, a folder's."""
-
 _known: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
 """As torch keeps its groups: by process, until they are destroyed."""
 
@@ -208,10 +205,10 @@ def cut_host_memory() -> None:
 
 
 def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
-    if len(set(_everyones(group, f"{host_name()} {machine_id()} {_network()}"))) > 1:
+    if len(set(Peers(group).everyones(f"{host_name()} {machine_id()} {_network()}"))) > 1:
         return None
     with ExitStack() as held:
-        folder = _everyones(group, _new_folder(group.size(), held) if group.rank() == 0 else "")[0]
+        folder = Peers(group).everyones(_new_folder(group.size(), held) if group.rank() == 0 else "")[0]
         return _joined(group, Path(folder)) if folder else None
 
 
@@ -281,7 +278,7 @@ def _joined(group: dist.ProcessGroup, folder: Path) -> HostMemory | None:
         shared = HostMemory(rank, ranks, memory, peers)
         held.pop_all()
     # The folder stays until all have what is in it.
-    _everyones(group, "")
+    Peers(group).everyones("")
     return shared
 
 
@@ -334,12 +331,4 @@ def _agreed(group: dist.ProcessGroup, step: Callable[[], T]) -> T | None:
     except OSError as error:
         _log.info("ranks of this host share no memory, and send all over gloo: %s", error)
         result = None
-    return result if all(_everyones(group, "" if result is None else "done")) else None
-
-
-def _everyones(group: dist.ProcessGroup, text: str) -> Sequence[str]:
-    """By rank."""
-    mine = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
-    found = [torch.empty(_TEXT_NBYTES, dtype=torch.uint8) for _ in range(group.size())]
-    dist.all_gather(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
-    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]
+    return result if all(Peers(group).everyones("" if result is None else "done")) else None
