@@ -1,4 +1,4 @@
-"""Usage over time, the rows that bind, parts of a choice, warm starts: against sums over nodes, and brute force."""
+"""Usage over time, the rows that bind, warm starts: against sums over nodes, and brute force."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.solver import binding
 from passes.solver import memory_rows as memory
-from passes.solver.binding import improve_prices
 from passes.solver.branches import Search
 from passes.solver.graph import Graph
+from passes.solver.memory_rows import improve_prices
 from passes.solver.problem import Problem, Tables
 from passes.solver.solve import solve
 from passes.solver.usage import Rows, Usage, combine
@@ -152,7 +151,7 @@ def test_the_way_of_large_graphs_without_programs_bounds_and_fits(
 
 def test_pruning_may_leave_a_graph_without_a_row_that_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is no relaxation to be had of the rows; seed 541 is one where that happens."""
-    monkeypatch.setattr(binding, "WORTHWHILE", 2.0)  # one pruning, then integers
+    monkeypatch.setattr(memory, "WORTHWHILE", 2.0)  # one pruning, then integers
     rng = np.random.default_rng(541)
     count = int(rng.integers(4, 7))
     edges = tuple((i, j) for i in range(count) for j in range(i))
