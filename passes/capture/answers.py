@@ -123,7 +123,7 @@ class _Search(Generic[T]):
             decided = known.is_plain if question.is_branch else known.value is not None
             raises = self._errors.get(question.lines) is not None
             is_known = decided or known.is_finite or raises
-            if place >= self._sure and not (is_known or history.chooses(question.value)):
+            if place >= self._sure and not (is_known or question.is_count or history.chooses(question.value)):
                 raise Undecided(question.place)
 
     def _other_side(self, asked: Sequence[Question], place: int) -> Exception | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cost_model.errors import CaptureError
+from passes.capture.awaited_counts import AwaitedCount, AwaitedCounts
 from passes.capture.known_values import History, Known
 from passes.capture.places import Place
 from passes.capture.provenance import frames, is_user_file, place_text, user_frame
@@ -45,7 +46,7 @@ class Question:
     """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing;
     `AWAITED`: that it will be known. known: what is known of the value, and number: what it has in common with values
     that are computed alike, in a run that looks for answers; filled: what it is as long as the mask of which it asks
-    whether any is true has such.
+    whether any is true has such. is_count: whether it asks if a number of rows is not 0.
 
     lines: those of the user's code that lead to it, to tell questions apart. place: the innermost, to be read."""
 
@@ -56,6 +57,7 @@ class Question:
     known: Known
     number: str
     filled: Tensor | None = None
+    is_count: bool = False
 
     @property
     def is_branch(self) -> bool:
@@ -108,7 +110,7 @@ class Questions:
         self.stopped: Exception | None = None
         self.looked: Exception | None = None
         self.read: int | None = None
-        self._open = self._within = self._reading = False
+        self._open = self._within = self._reading = self._counting = False
 
     def begin(self) -> None:
         """The forward runs."""
@@ -182,7 +184,21 @@ class Questions:
             self._reading = False
         if self._open:
             self.asked[-1] = replace(asked[-1], answer=AWAITED)
-        return Awaited(asked[-1].value, partial(self._look, len(self.asked) - 1))
+        look, value = partial(self._look, len(self.asked) - 1), asked[-1].value
+        is_number = value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
+        if is_number or value.dim() > 1 or not self._asks or asked[-1].known.value is not None:
+            return Awaited(value, look)
+        return (
+            AwaitedCounts(value, look, self._some) if value.dim() else AwaitedCount(value, look, self._some)
+        )
+
+    def _some(self, number: Tensor) -> bool:
+        """Whether so many rows are any, which they are taken to be."""
+        self._counting = True
+        try:
+            return bool(number != 0)
+        finally:
+            self._counting = False
 
     def _look(self, position: int, method: str) -> Exception:
         place = _lines()[1]
@@ -221,7 +237,9 @@ class Questions:
         if self.history is not None:
             known, number = self.history.known(value), self.history.number(value)
         filled = None if self.history is None else self.history.filled(value)
-        question = Question(value, None, lines, place, known, number, filled)
+        if self._counting:
+            filled = YES
+        question = Question(value, None, lines, place, known, number, filled, self._counting)
         question = replace(question, answer=self._told(question))
         self.asked.append(question)
         return question.answer
@@ -252,7 +270,7 @@ class Questions:
 
 AWAITED = torch.empty(0, dtype=torch.uint64)
 """No answer, in a list of answers: the forward gets a stand-in."""
-NO = torch.tensor(False)
+NO, YES = torch.tensor(False), torch.tensor(True)
 
 
 def _is_awaited(answer: Tensor) -> bool:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from passes.capture.provenance import user_place
-from passes.capture.rows import Choice, Rows, RowsUnknown, filled, one_choice, rows_in
+from passes.capture.row_parts import part_of
+from passes.capture.row_writes import write_at_rows
+from passes.capture.rows import Choice, Rows, RowsUnknown, all_places, filled, in_order, one_choice, rows_in
 from passes.ir.torch_tracing import tracing_suspended
 
 Answer = Callable[..., Any]
@@ -25,6 +27,8 @@ def getitem(answer: Answer, x: Tensor, index: Any) -> Any:
         return _of_rows(x, parts)
     if rows_in(index):
         return _at_rows(x, parts)
+    if parts and (part := part_of(x, parts[0], answer)) is not None:
+        return _of_rows(part, (_ALL, *parts[1:])) if parts[1:] else part
     x, parts = _numbered(x, parts)
     found = _mask(x, parts)
     if found is None:
@@ -47,9 +51,8 @@ def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
         Tensor.__setitem__(x, parts, value)
         return
     if found is None:
-        raise RowsUnknown(
-            "values are written to chosen rows", "x.index_add_(0, rows, values), or torch.where"
-        )
+        write_at_rows(x, parts, value)
+        return
     lead, mask = found
     rest = parts[lead + 1 :]
     if rest and rest != (Ellipsis,):
@@ -68,7 +71,7 @@ def _spread(answer: Answer, x: Tensor, mask: Tensor, lead: int, value: Any) -> T
         raise RowsUnknown(f"{value.dtype} is written to {x.dtype}", f"value.to({x.dtype}), as torch wants it")
     rest = x.ndim - lead - mask.ndim
     if isinstance(value, Rows):
-        if lead or value.choice.key != mask_key(mask) or value.padded.ndim != rest + 1:
+        if lead or in_order(value.choice.key) != in_order(mask_key(mask)) or value.padded.ndim != rest + 1:
             raise RowsUnknown(
                 "rows of one mask are written to those of another", "x.index_add_ or torch.where"
             )
@@ -96,8 +99,8 @@ def chosen_places(answer: Answer, condition: Tensor) -> tuple[Rows, ...]:
     if not choice.shape:
         raise RowsUnknown("places in a tensor without dims")
     with tracing_suspended():
-        known = _all_places(choice.shape)
-    return tuple(map(choice.rows, _all_places(choice.shape), known))
+        known = all_places(choice.shape)
+    return tuple(map(choice.rows, all_places(choice.shape), known))
 
 
 def places_listed(answer: Answer, input: Tensor, *, as_tuple: bool = False) -> Any:
@@ -107,22 +110,6 @@ def places_listed(answer: Answer, input: Tensor, *, as_tuple: bool = False) -> A
     with tracing_suspended():
         known = torch.stack([place.places for place in places], 1)  # type: ignore[misc]
     return places[0].choice.rows(torch.stack([place.padded for place in places], 1), known)
-
-
-def _all_places(shape: tuple[int, ...]) -> list[Tensor]:
-    below = [[1] * (len(shape) - 1 - d) for d in range(len(shape))]
-    return [
-        torch.arange(n).reshape(-1, *ones).expand(shape).reshape(-1)
-        for n, ones in zip(shape, below, strict=True)
-    ]
-
-
-def index_add_(x: Tensor, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
-    """What is not there adds 0."""
-    choice = one_choice((index, source))
-    if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(source, Rows)):
-        raise RowsUnknown("rows are added where they do not all come from")
-    return x.index_add_(0, index.padded, filled(source.padded, choice.valid, 0), alpha=alpha)
 
 
 def _numbered(x: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:

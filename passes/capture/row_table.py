@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from passes.capture import row_index, row_values
+from passes.capture.row_parts import cat, is_counted
+from passes.capture.row_parts import split as split_in_counts
 from passes.capture.row_values import counted, each_row, settled
+from passes.capture.row_writes import index_add_, scatter_add_
 from passes.capture.rows import (
     Rows,
     RowsUnknown,
@@ -39,7 +42,7 @@ _POINTWISE = frozenset(_EACH.split())
 _ALL_DIMS = (
     "softmax log_softmax logsumexp sum mean prod amax amin argmax argmin max min var std cumsum any all"
 )
-_ONE_DIM = "narrow select squeeze gather flip softmin unsqueeze"
+_ONE_DIM = "narrow select squeeze gather index_select flip softmin unsqueeze"
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(f"{_ALL_DIMS} {_ONE_DIM}".split(), (1, None)),
     "norm": (2, None), "normalize": (2, 1), "cosine_similarity": (2, 1), "topk": (2, -1), "chunk": (2, 0),
@@ -264,10 +267,68 @@ def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function, row_function)
 
 
+def _expand(rows: Rows, *shape: Any) -> Rows:
+    """[n, *any] as [n, *others]."""
+    first, *rest = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if not (isinstance(first, Tensor) or first == -1) or len(rest) != rows.padded.ndim - 1:
+        raise unknown("expand", rows.choice)
+    return by_row(Tensor.expand, (rows, -1, *rest), {})
+
+
+def _expand_as(x: Any, other: Any) -> Rows:
+    choice = one_choice((x, other))
+    if not (isinstance(x, Rows) and isinstance(other, Rows)):
+        raise unknown("expand_as", choice)
+    return _expand(x, -1, *other.padded.shape[1:])
+
+
+def _repeat(rows: Rows, *times: Any) -> Rows:
+    first, *rest = times[0] if len(times) == 1 and isinstance(times[0], (tuple, list)) else times
+    if first != 1 or len(rest) != rows.padded.ndim - 1:
+        raise unknown("repeat", rows.choice)
+    return by_row(Tensor.repeat, (rows, 1, *rest), {})
+
+
+def _split(tensor: Any, split_size: Any = None, dim: int = 0, *, split_size_or_sections: Any = None) -> Any:
+    """The same arguments and results as `torch.split` and `Tensor.split`."""
+    sizes = split_size if split_size_or_sections is None else split_size_or_sections
+    if is_counted(sizes):
+        return split_in_counts(row_function, tensor, sizes, dim)
+    if isinstance(tensor, Rows):
+        return _along("split", torch.split, (tensor, sizes, dim), {})
+    return torch.split(tensor, sizes, dim)
+
+
+def _gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if isinstance(input, Rows) or dim % input.ndim:
+        return _along("gather", torch.gather, (input, dim, index), {})
+    return index.choice.rows(torch.gather(input, 0, index.padded))
+
+
+def _index_select(input: Any, dim: int, index: Any) -> Any:
+    if isinstance(input, Rows) or dim % input.ndim:
+        return _along("index_select", torch.index_select, (input, dim, index), {})
+    return _getitem(input, index)
+
+
+def _copied(x: Tensor, dim: int, index: Any, source: Any) -> Tensor:
+    if isinstance(x, Rows) or dim % x.ndim:
+        raise unknown("index_copy", one_choice((x, index, source)))
+    _setitem(x, index, source)
+    return x
+
+
+def _on_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: function(x.clone(), *args, **kwargs)
+
+
 _getitem, _setitem = _indexed(row_values.getitem), _indexed(row_values.setitem)
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "getitem": _getitem, "setitem": _setitem, "index_add_": row_index.index_add_,
-    "index_add": lambda x, *args, **kwargs: row_index.index_add_(x.clone(), *args, **kwargs),
+    "getitem": _getitem, "setitem": _setitem, "index_add_": index_add_,
+    "index_add": _on_copy(index_add_), "index_copy_": _copied, "index_copy": _on_copy(_copied),
+    "scatter_add_": scatter_add_, "scatter_add": _on_copy(scatter_add_), "gather": _gather,
+    "index_select": _index_select, "expand": _expand, "expand_as": _expand_as, "repeat": _repeat,
+    "cat": cat, "split": _split,
     "matmul": _matmul, "shape": _shape, "size": _size, "numel": _numel, "len": _length,
     "view": _view, "reshape": _view, "unbind": _unbind, "flatten": _flatten,
 }  # fmt: skip
@@ -281,7 +342,7 @@ def _where(*args: Any, **kwargs: Any) -> Any:
 
 def _comparisons() -> dict[Any, Callable[..., Any]]:
     names = "eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bool"
-    views = "__and__ __or__ __invert__ view reshape flatten sum to sort"
+    views = "__eq__ __and__ __or__ __invert__ view reshape flatten sum to sort"
     owned = [getattr(owner, name, None) for owner in (torch, Tensor) for name in f"{names} {views}".split()]
     return {function: row_index.key_noted(function) for function in owned if function is not None}
 
@@ -293,6 +354,7 @@ ROWS: dict[Any, Callable[..., Any]] = {
     Tensor.__setitem__: _setitem,
     torch.where: _where,
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _indexed(row_index.masked_select)),
+    **dict.fromkeys((torch.split, Tensor.split), _split),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero), _indexed(row_index.places_listed)),
 }
 """Torch functions to answer otherwise while tracing."""

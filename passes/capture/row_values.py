@@ -118,7 +118,7 @@ class _Body(TorchFunctionMode):
         if isinstance(key, tuple) and key[0] is self:
             return rows
         choice = replace(rows.choice, valid=rows.choice.valid & self.there, key=(self, key), found=[])
-        return choice.rows(rows.padded)
+        return choice.rows(rows.padded, rows.places)
 
 
 Answer = Callable[..., Any]

@@ -79,6 +79,15 @@ class Rows(Tensor):
         raise RowsUnknown(f"{func} takes rows that a mask chose")
 
 
+def all_places(shape: tuple[int, ...]) -> list[Tensor]:
+    """Of the elements of that shape, in order, the index in each dim."""
+    below = [[1] * (len(shape) - 1 - d) for d in range(len(shape))]
+    return [
+        torch.arange(n).reshape(-1, *ones).expand(shape).reshape(-1)
+        for n, ones in zip(shape, below, strict=True)
+    ]
+
+
 def rows_in(tree: Any) -> list[Rows]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Rows)]
 
@@ -86,11 +95,18 @@ def rows_in(tree: Any) -> list[Rows]:
 def one_choice(tree: Any) -> Choice:
     """Of all rows in `tree`."""
     choices = [rows.choice for rows in rows_in(tree)]
-    if any(choice.key != choices[0].key for choice in choices):
+    if any(in_order(choice.key) != in_order(choices[0].key) for choice in choices):
         raise RowsUnknown(
             "rows of one mask meet those of another", "one mask for both: keep = ...; x[keep], y[keep]"
         )
     return choices[0]
+
+
+def in_order(key: Hashable) -> Hashable:
+    """Of the mask of which it is the key of a view with the same order: the rows are the same."""
+    while isinstance(key, tuple) and key[0] in ("view", "reshape", "flatten"):
+        key = key[2]
+    return key
 
 
 def filled(padded: Tensor, valid: Tensor, value: float | None = None) -> Tensor:
@@ -131,7 +147,10 @@ def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same of a function that works on each row alone."""
     rows, is_view = rows_in((args, kwargs)), name_of(func) in _VIEWS
     choice = one_choice(rows)
-    result = pytree.tree_map_only(Tensor, choice.rows, plainly(func, args, kwargs))
+    made = plainly(func, args, kwargs)
+    if made is rows[0].padded:
+        return rows[0]
+    result = pytree.tree_map_only(Tensor, choice.rows, made)
     if is_view and rows[0].places is not None and isinstance(result, Rows):
         with tracing_suspended():
             result.places = func(rows[0].places, *args[1:], **kwargs)

@@ -297,6 +297,16 @@ def draws(node: fx.Node) -> bool:
     return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
 
 
+_AT_PLACES = _names(
+    "aten", "index_put _unsafe_index_put index_add scatter scatter_add scatter_reduce index_copy"
+)
+
+
+def writes_at_places(node: fx.Node) -> bool:
+    """Whether an operand says at which places of the first the last is written."""
+    return op_name(node).rpartition(".")[0] in _AT_PLACES
+
+
 def is_zeros(node: fx.Node) -> bool:
     """A tensor of zeros that an op makes."""
     return node.target is torch.ops.aten.full.default and bool(node.args[1] == 0)

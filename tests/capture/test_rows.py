@@ -165,9 +165,68 @@ def sizes(m: Model, h: Tensor, y: Tensor) -> Any:
     return *repeated, values, inverse, y.unique(), *pair, h * int(np.asarray(y).max())
 
 
+def written_at_rows(m: Model, h: Tensor, y: Tensor) -> Any:
+    """As Mixtral's and DeepSeek's own code adds what an expert makes of its rows, and others write it."""
+    flat, kinds = h.reshape(-1, 8), y.reshape(-1)
+    out, copied, added, summed = (torch.zeros_like(flat) for _ in range(4))
+    for e, expert in enumerate(m.experts):
+        rows, _ = torch.where(y.reshape(-1, 1) == e)
+        out[rows] += expert(flat[rows]) * flat[rows, 0, None]
+        places = (kinds == e).nonzero().squeeze(-1)
+        copied.index_copy_(0, places, expert(flat.index_select(0, places)))
+        wide = places.unsqueeze(-1).expand(-1, 8)
+        added = added.scatter_add(0, wide, expert(flat.gather(0, places.view(-1, 1).repeat(1, 8))))
+        summed[kinds == e] = expert(flat[kinds == e]).to(summed.dtype).mul_(2)
+    grid = torch.zeros_like(h)
+    i, j = torch.where(y > 0)
+    grid[i, j] = m.token
+    grid[y.view(-1).view(4, 3) == 3] += h[y == 3]
+    return out, copied, added, summed, grid
+
+
+def written_at_other_places(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Of several for one place the last counts; places that are computed."""
+    rows, columns = torch.where(y >= 0)
+    last, first = (torch.zeros(4, 8) for _ in range(2))
+    last[rows] = h.detach()[rows, columns]
+    order, keep = y.reshape(-1).argsort(stable=True), y.reshape(-1) > 0
+    moved = torch.zeros_like(h).reshape(-1, 8)
+    moved[order[keep] - 12] = h.reshape(-1, 8)[keep]
+    first[torch.where(y.T == 4)[1]] = 1.0
+    return last * h.sum(), moved, first * h.sum()
+
+
+def parts_of_computed_lengths(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Rows sorted by an expert that is computed, in parts as long as there are of each."""
+    tokens = h.reshape(-1, 8)
+    weights, chosen = m.head(tokens)[:, :3].softmax(-1).topk(2)
+    ids = chosen.reshape(-1)
+    order, counts = ids.argsort(stable=True), torch.bincount(ids, minlength=3)
+    rows, lengths = tokens[order // 2], counts.tolist()
+    parts = rows[: sum(lengths)].split(lengths)
+    split = torch.cat([expert(part) for expert, part in zip(m.experts, parts, strict=True)])
+    sliced, outputs, added, start = torch.empty_like(split), [], torch.zeros_like(tokens), 0
+    for count, expert in zip(lengths, m.experts, strict=True):
+        end = start + count
+        if count == 0:
+            continue
+        outputs.append(expert(rows[start:end]))
+        start = end
+    sliced[order] = torch.cat(outputs)
+    ends = counts.cumsum(0)
+    for e, expert in enumerate(m.experts):
+        first, last = 0 if e == 0 else ends[e - 1].item(), ends[e].item()
+        if first == last:
+            continue
+        here = order[first:last]
+        added.index_add_(0, here // 2, expert(tokens[here // 2]) * weights.reshape(-1)[here, None])
+    return split, sliced.view(-1, 2, 8).sum(1), added
+
+
 EXACT = [
     token, class_loss, selected, counted, nothing_chosen, infinite_elsewhere, in_place, experts, experts_hit,
-    their_number, written, values_in_places, mask_changed, sizes,
+    their_number, written, values_in_places, mask_changed, sizes, written_at_rows, written_at_other_places,
+    parts_of_computed_lengths,
 ]  # fmt: skip
 
 
@@ -193,7 +252,9 @@ def counted(m: Model, h: Tensor, y: Tensor) -> Any:
     return chosen.sum(), {"rows": chosen.shape[0], "several": [chosen.shape[0] > 1]}
 
 
-@pytest.mark.parametrize("rest", [small, counted])
+@pytest.mark.parametrize(
+    "rest", [small, counted, pytest.param(parts_of_computed_lengths, marks=pytest.mark.slow)]
+)
 def test_plans_compute_the_same(rest: Callable[..., Any]) -> None:
     model, given = Model(rest), call()
     plan = find_plan(model, MeshSpec({"x": 2}), given, profile="cpu", refine="off", backend="eager")
@@ -254,6 +315,21 @@ def left_loop(m: Model, h: Tensor, y: Tensor) -> Any:
     return h
 
 
+def part_of_the_parts(m: Model, h: Tensor, y: Tensor) -> Any:
+    rows, counts = h.reshape(-1, 8), m.head(h).argmax(-1).reshape(-1).bincount(minlength=5).tolist()
+    return torch.cat([m.experts[0](part) for part in rows.split(counts)[1:]])
+
+
+def as_many_as_counted(m: Model, h: Tensor, y: Tensor) -> Any:
+    counts = m.head(h).argmax(-1).reshape(-1).bincount(minlength=5).tolist()
+    return h.sum() + torch.arange(counts[0]).sum()
+
+
+def more_than_so_many(m: Model, h: Tensor, y: Tensor) -> Any:
+    counts = m.head(h).argmax(-1).reshape(-1).bincount(minlength=5).tolist()
+    return h * 2 if counts[0] > 3 else h
+
+
 REFUSED = [
     (returned, 1, "rows that a mask chooses are returned"),
     (in_order, 1, "what sort makes of the rows"),
@@ -265,6 +341,9 @@ REFUSED = [
     (count_in_loop, 2, "the body of a loop"),
     (write_in_loop, 3, "the body of a loop"),
     (left_loop, 1, "left by break"),
+    (part_of_the_parts, 2, "what cat makes of the rows"),
+    (as_many_as_counted, 2, "the value of a tensor decides"),
+    (more_than_so_many, 2, "the value of a tensor decides"),
 ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, find_plan, verify
@@ -42,4 +44,35 @@ def test_rows_travel_alone(name: str, axes: dict[str, int]) -> None:
     plan = find_plan(model, MeshSpec(axes), call, profile=wire(), constraints=pins)
     assert any("_rows" in step.name for step in plan.collectives)
     report = verify(model, plan, call)
+    assert report.ok, str(report)
+
+
+class Padded(nn.Module):
+    """Groups of rows, each with room to a multiple of 4, as kernels by blocks want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((8, 12), (12, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        ids, order = chosen.reshape(-1).sort()
+        counts = torch.bincount(ids, minlength=4)
+        room = (counts + 3) // 4 * 4
+        first, ends = (counts.cumsum(0) - counts)[ids], room.cumsum(0)
+        places = torch.arange(len(ids)) - first + (ends - room)[ids]
+        rows = x.new_zeros(len(ids) + 16, 8).index_copy(0, places, x[order // 2])
+        hidden = F.grouped_mm(rows, self.up, offs=ends.to(torch.int32)).relu()
+        made = F.grouped_mm(hidden, self.down, offs=ends.to(torch.int32))[places]
+        return torch.zeros_like(x).index_add(0, order // 2, made * weights.reshape(-1)[order, None])
+
+
+def test_rows_at_places_are_not_in_another_order() -> None:
+    """A rank with some of the experts has the rows of these alone; what others are written to has all."""
+    torch.manual_seed(0)
+    model, x = Padded().double(), torch.randn(24, 8, dtype=torch.float64)
+    pins = {"up": [Shard(0)], "down": [Shard(0)]}
+    plan = find_plan(model, MeshSpec({"ep": 3}), (x,), profile=wire(), constraints=pins)
+    report = verify(model, plan, (x,))
     assert report.ok, str(report)

@@ -259,6 +259,35 @@ def module_lists_and_parameter_dicts(make: Make) -> Any:
     return train(model, torch.optim.Adam(model.parameters(), 0.01))
 
 
+class Counted(nn.Module):
+    """DeepSeek's own code: a loop over experts, in which one without a token is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(6, 3), nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).sigmoid().topk(2)
+        counts = torch.bincount(chosen.flatten(), minlength=3).tolist()
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if counts[i] == 0:
+                continue
+            rows, place = torch.where(chosen == i)
+            y[rows] += expert(x[rows]) * weights[rows, place, None]
+        return self.head(y)
+
+
+def experts_in_a_loop(make: Make) -> Any:
+    torch.manual_seed(1)
+    model = make(Counted())
+    losses = train(model, torch.optim.Adam(model.parameters(), 0.01))
+    with torch.no_grad():
+        model.gate.bias.copy_(torch.tensor([-9.0, 0.0, 0.0]))
+    return losses, train(model, torch.optim.Adam(model.parameters(), 0.01))
+
+
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()

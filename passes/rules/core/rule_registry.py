@@ -18,7 +18,7 @@ from torch import fx
 
 from cost_model.errors import ShardingError, reject, shown
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.op_traits import op_signature, written_arguments
+from passes.ir.op_traits import op_signature, writes_at_places, written_arguments
 from passes.ir.routing import BALANCED, Routing
 from passes.ir.torch_compat import op_key
 from passes.layout.layout import ROUTED, nested_sizes
@@ -314,6 +314,8 @@ def rows_through(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> tuple[Rows | No
     for i in range(len(operands)):
         if i not in given and factors & {f for dim in rule.operands[i] for f in dim}:
             return None
+    if writes_at_places(node) and not factors <= {f for dim in rule.operands[-1] for f in dim}:
+        return None
     first = next(iter(given.values()))
     results = tuple(_found(dims, first, result) for result in rule.results)
     lost = any(found is None and any(dims) and not factors <= rule.reductions.keys() for found in results)
