@@ -185,12 +185,11 @@ class Questions:
         if self._open:
             self.asked[-1] = replace(asked[-1], answer=AWAITED)
         look, value = partial(self._look, len(self.asked) - 1), asked[-1].value
-        is_number = value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
-        if is_number or value.dim() > 1 or not self._asks or asked[-1].known.value is not None:
+        is_whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        if not (is_whole and value.dim() <= 1 and self._asks) or asked[-1].known.value is not None:
             return Awaited(value, look)
-        return (
-            AwaitedCounts(value, look, self._some) if value.dim() else AwaitedCount(value, look, self._some)
-        )
+        counts = AwaitedCounts if value.dim() else AwaitedCount
+        return counts(value, look, self._some)
 
     def _some(self, number: Tensor) -> bool:
         """Whether so many rows are any, which they are taken to be."""

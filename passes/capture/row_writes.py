@@ -70,15 +70,16 @@ def _put(x: Tensor, at: tuple[Rows, ...], valid: Tensor, value: Tensor) -> Tenso
 
 
 def index_add_(x: Tensor, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
-    """What is not there adds 0."""
-    choice = one_choice((index, source))
-    if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(source, Rows)):
-        raise RowsUnknown("rows are added where they do not all come from")
-    return x.index_add_(0, index.padded, filled(source.padded, choice.valid, 0), alpha=alpha)
+    return x.index_add_(0, *_added(x, dim, index, source), alpha=alpha)
 
 
 def scatter_add_(x: Tensor, dim: int, index: Any, src: Any) -> Tensor:
-    choice = one_choice((x, index, src))
-    if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(src, Rows)):
+    return x.scatter_add_(0, *_added(x, dim, index, src))
+
+
+def _added(x: Tensor, dim: int, index: Any, source: Any) -> tuple[Tensor, Tensor]:
+    """Where and what is added to `x`: what is not there adds 0."""
+    choice = one_choice((x, index, source))
+    if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(source, Rows)):
         raise RowsUnknown("rows are added where they do not all come from")
-    return x.scatter_add_(0, index.padded, filled(src.padded, choice.valid, 0))
+    return index.padded, filled(source.padded, choice.valid, 0)
