@@ -148,6 +148,10 @@ class BestSoFar:
         """The ways in which it was lowered within the limit."""
         return [Program(one.phase_seconds, self.over(one), one.held) for one in self.of(found).tried]
 
+    def far_over(self, judged: Judged) -> bool:
+        """Whether it needs more than twice the limit."""
+        return self.memory_limit is not None and self.over(judged) > self.memory_limit
+
     def fits(self, found: Found) -> bool:
         return self.memory_limit is None or self.over(self.of(found)) <= 0
 

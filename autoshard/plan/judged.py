@@ -101,24 +101,25 @@ def judged_within(
     is least over is returned.
     """
     steps = StepInOrders(joint)
-    tried = [judged(joint, assignment, prices, steps.predicted)]
-    (first,) = tried
-    moved = first.peak.by_kind[KINDS.index("moved")]
-
-    def fits(nbytes: int) -> bool:
-        tried.append(judged(joint, assignment, prices.holding(nbytes), steps.predicted))
-        return over(tried[-1]) <= 0
-
-    # Share of the peak that transfers must hold for fewer at once to be tried.
-    if over(first) > 0 and moved >= 0.01 * first.peak.nbytes and fits(0):
-        # How often what transfers hold at the peak is halved, at most, where all of it is too much, and none is not.
-        too_much, enough = 0, 8
-        while enough - too_much > 1:
-            middle = (too_much + enough) // 2
-            too_much, enough = (too_much, middle) if fits(moved >> middle) else (middle, enough)
+    one = judged(joint, assignment, prices, steps.predicted)
+    tried, held, before = [one], _moved(one), None
+    # Shares of what transfers hold that are tried at most, after what makes room for just what is over the limit.
+    for share in (1.0, 0.5, 0.5, 0.5, 0.0):
+        moved, missing = _moved(one), over(one)
+        # Share of the peak that transfers must hold for fewer at once to be tried.
+        if missing <= 0 or moved < 0.01 * one.peak.nbytes or held == 0 or one.peak == before:
+            break
+        held, before = int(held * max(0.0, min(share, 1.0 - missing / moved))), one.peak
+        one = judged(joint, assignment, prices.holding(held), steps.predicted)
+        tried.append(one)
     fitting = [one for one in tried if over(one) <= 0]
     best = min(fitting, key=lambda one: one.seconds) if fitting else min(tried, key=over)
     return replace(best, tried=tuple(tried))
+
+
+def _moved(one: Judged) -> int:
+    """Bytes that transfers hold at its peak."""
+    return one.peak.by_kind[KINDS.index("moved")]
 
 
 MESSAGES = frozenset({"all_to_all", "point_to_point"})

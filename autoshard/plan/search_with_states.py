@@ -141,9 +141,12 @@ class StatesWithin:
         return found.peak_nbytes + self.reserve(found)
 
     def _starts(self, whole: Found, limit: int, deadline: Deadline) -> list[tuple[Way, Found]]:
-        """Each way and its fastest plan, that which misses the limit by least first."""
+        """Each way and its fastest plan, that which misses the limit by least first. Far over the limit both start from
+        one plan."""
         starts = [(self.ways[0], whole)]
         if self.messages(whole) > _WORTH * limit:
+            if self.over(whole, limit) > limit:
+                return [*starts, (self.ways[1], whole)]
             with suppress(InfeasibleError, OutOfTime):
                 other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))
                 starts.append((self.ways[1], other))

@@ -198,8 +198,11 @@ def search_plans(
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
                 found = best.judge((joint, assignment, joining), within=chosen is not None)
                 rivals(found)
-                return Judgement(found.phase_seconds, found.peak.nbytes)
+                # Far over the limit it is where states start, however fast it is.
+                ends = as_if and wholes is None and best.far_over(found)
+                return Judgement(found.phase_seconds, found.peak.nbytes, ends)
 
+            as_if = chosen is None and memory_limit is None  # memory were no matter
             narrowing = (
                 chosen.narrowing(task.narrowing) if isinstance(chosen, States) else chosen or task.narrowing
             )
@@ -210,7 +213,7 @@ def search_plans(
                 found = find_fastest(Sought(*given, judge, start.ending_at(task.gap), hear), latest)
                 return replace(best.with_peak(found), rivals=tuple(map(best.with_peak, found.rivals)))
 
-            if chosen is not None or memory_limit is not None:
+            if not as_if:
                 return search()
             one = WholeTask(task.joint.graph, again, task.mesh, task.boundary, narrowing, number)
             found = known.found(one, best.judged, search)

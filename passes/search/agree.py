@@ -171,9 +171,9 @@ class _Search:
         self.judging.program(solution.choice)
 
     def _stopped(self) -> bool:
-        """By who hears of it, and not by time: then the best so far is enough."""
+        """By who judges or hears, and not by time: then the best so far is enough."""
         watch = self.judging.deadline.watch
-        return self.watched and watch is not None and watch.ended
+        return self.judging.ended or (self.watched and watch is not None and watch.ended)
 
     def _apart(self) -> bool:
         """Whether plans are: where latency decides, the one in which every rank does all the work is as good as any."""

@@ -18,10 +18,11 @@ from passes.solver.solve import ROUNDING
 
 class Judgement(NamedTuple):
     """phases: seconds of the forward, the backward and of what follows, on the timeline of the program. peak_nbytes:
-    the most that is alive in it."""
+    the most that is alive in it. ends: whether that is enough to know, and no faster plan is to be looked for."""
 
     phases: Sequence[float]
     peak_nbytes: int
+    ends: bool = False
 
 
 Judge = Callable[[Assignment], Judgement]
@@ -131,7 +132,8 @@ def _turn(problem: Problem, edges: Sequence[_Edge], choice: list[int], node: int
 
 
 class Judging:
-    """known: what was judged and compared, by choice, in order. hear: told of all that is judged."""
+    """known: what was judged and compared, by choice, in order. hear: told of all that is judged. ended: by what was
+    judged."""
 
     def __init__(
         self, space: SearchSpace, judge: Judge, deadline: Deadline, hear: Callable[[JudgedChoice], object]
@@ -139,6 +141,7 @@ class Judging:
         self._space, self._judge, self.deadline, self._hear = space, judge, deadline, hear
         self.known: dict[Choice, JudgedChoice] = {}
         self._programs: dict[Choice, JudgedChoice] = {}
+        self.ended = False
 
     def of(self, choice: Choice) -> JudgedChoice:
         """The choice, or one of the same cost that holds less."""
@@ -152,6 +155,7 @@ class Judging:
             assignment = self._space.assignment(choice)
             totals = self._space.totals(choice)
             said = self._judge(assignment)
+            self.ended = self.ended or said.ends
             self._programs[choice] = JudgedChoice(
                 assignment, choice, totals, tuple(said.phases), said.peak_nbytes
             )

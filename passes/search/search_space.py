@@ -240,12 +240,11 @@ def _improve(base: Array, changes: Array, taken: np.ndarray, kinds: CostKinds) -
     best = overlapped_seconds(totals, kinds.paths)
     for _ in range(4 * len(changes)):
         signs = np.where(taken, -1.0, 1.0)
-        seconds = [
-            overlapped_seconds(totals + s * c, kinds.paths) for s, c in zip(signs, changes, strict=True)
-        ]
+        turned = totals + signs[:, None] * changes
+        seconds = turned.sum(axis=1) + sum((turned @ rows.T).max(axis=1) for rows in kinds.paths)
         item = int(np.argmin(seconds))
-        if not seconds[item] < best:
+        totals = turned[item]
+        if not (after := overlapped_seconds(totals, kinds.paths)) < best:
             return
-        totals = totals + signs[item] * changes[item]
-        best = seconds[item]
+        best = after
         taken[item] = not taken[item]

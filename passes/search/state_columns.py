@@ -189,20 +189,21 @@ class Columns:
 
 
 class _Generation(CuttingPlanes):
-    """ties: by which layers are alike; None: no longer, or never. Nothing is proven while there are any. prices: of the
-    last mix."""
+    """ties: by which layers are alike; None: no longer, or never. What is proven while there are any is of layers that
+    are alike: enough, once the whole was searched. prices: of the last mix."""
 
     def __init__(
         self, problem: Problem, kinds: CostKinds, ties: Ties | None, deadline: float, relative_gap: float
     ) -> None:
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
-        self.ties = ties
+        self.ties, self.proves = ties, ties is None
         self.prices: Mapping[int, float] = {}
 
     def generate(self, seen: Iterable[Choice], prices: Mapping[int, float], known: float) -> None:
         """seen, prices: of searches before. Raises Infeasible if no choice fits, or none was found."""
         for choice in seen:
             self.add(choice)
+        self.proves = self.ties is None or bool(self.found)
         self.prices = prices
         if prices:
             self._brings()
@@ -220,15 +221,15 @@ class _Generation(CuttingPlanes):
             waited = 0 if closed > WORTH * self.relative_gap * self.cost else waited + 1
             if waited >= PATIENCE:
                 break
-        if self.ties is not None:
-            self.ties, self.bound = None, -math.inf
+        if self.ties is not None and not self._ends(known):
+            self.ties, self.bound, self.proves = None, -math.inf, True
             self._brings()
         if not self._ends(known):
             self._mixed(0.2)
 
     def _ends(self, known: float) -> bool:
-        proven = self.ties is None and (self._gap() <= self.relative_gap or self.bound >= known)
-        return proven or time.monotonic() >= self.deadline
+        proven = self._gap() <= self.relative_gap or self.bound >= known
+        return (self.proves and proven) or time.monotonic() >= self.deadline
 
     def _until_one_fits(self) -> None:
         point = self._next() if self.found and not self.choice else self.bound_at

@@ -52,9 +52,10 @@ class Copies:
                 self._serve(node)
         self.served()
         place = {node: place for place, node in enumerate(self.joint.graph.nodes)}
+        new = frozenset(self.copies.values())
         for node in list(place):
             if _shareable(node):
-                self._share(node, place)
+                self._share(node, place, new)
         erase_dead(self.joint.graph)
         self.joint.graph.lint()
 
@@ -100,9 +101,8 @@ class Copies:
         copy.meta = {**node.meta, "phase": "backward", "again": True}
         return copy
 
-    def _share(self, value: fx.Node, place: Mapping[fx.Node, int]) -> None:
-        """One `use` for the readers of a value in the backward, where a copy is one of them."""
-        new = set(self.copies.values())
+    def _share(self, value: fx.Node, place: Mapping[fx.Node, int], new: Collection[fx.Node]) -> None:
+        """One `use` for the readers of a value in the backward, where a copy is one of them. new: the copies."""
         readers = [user for user in value.users if user in new or user in self.backward]
         if len(readers) < 2 or not any(reader in new for reader in readers):
             return

@@ -163,7 +163,7 @@ def offered(joint: JointGraph, kept: Sequence[Place], traffic: TrafficModel) -> 
     wanted = candidates(joint, kept)
     stored = {node.name for node in wanted if traffic(node).writes}
     copied = duplicate_joint(joint)
-    writer = _Offers(copied, [node.name for node in wanted], stored)
+    writer = _Offers(copied, {node.name for node in wanted}, stored)
     writer.write()
     copies = {copy.name: node.name for node, copy in writer.copies.items()}
     return Offers(copied, copies, _optional(copied, copies))
@@ -186,14 +186,14 @@ class _Offers(Copies):
 
     def served(self) -> None:
         """What is kept for copies alone need not be kept where there are none: it is kept, or nothing reads it."""
-        copies = list(self.copies.values())
+        copies = dict.fromkeys(self.copies.values())
         first: dict[fx.Node, fx.Node] = {}
         for copy in copies:
             for operand in copy.all_input_nodes:
                 first.setdefault(operand, copy)
         order = {node: place for place, node in enumerate(self.joint.graph.nodes)}
         for operand in first:
-            readers = [user for user in operand.users if user in set(copies)]
+            readers = [user for user in operand.users if user in copies]
             if self._is_for_copies(operand, readers):
                 before = min(readers, key=order.__getitem__)
                 with operand.graph.inserting_before(before):

@@ -27,8 +27,9 @@ LIMIT = 1000
 @dataclass
 class Machine:
     """The more bytes states are counted as, the less they take. holds: bytes of the program of states that were counted
-    as so many. least: said to be needed; enough: needed, as counted. slower: how many times what was counted programs
-    take. counted: in which states were looked for, less what their programs hold besides."""
+    as so many. whole: of the fastest of all. least: said to be needed; enough: needed, as counted. slower: how many
+    times what was counted programs take. counted: in which states were looked for, less what their programs hold
+    besides."""
 
     holds: Callable[[int], int]
     least: int
@@ -36,6 +37,7 @@ class Machine:
     slower: float = 1.0
     besides: int = 0
     corrected: float = 1.0
+    whole: int = 3 * LIMIT // 2
     counted: list[int] = field(default_factory=list[int])
     programs: int = 0
 
@@ -55,7 +57,7 @@ class Machine:
     def fastest(
         self, joint: JointGraph, states: Any, limit: int | None, reserve: int, deadline: Deadline
     ) -> Found:
-        held = 3 * LIMIT if states is None else self.holds(states.nbytes)
+        held = self.whole if states is None else self.holds(states.nbytes)
         seconds = 0.01 if states is None else 100.0 / states.nbytes * self.slower
         self.programs += states is not None
         step: Any = None
@@ -255,3 +257,12 @@ def test_what_was_found_is_kept_where_time_ends_over_a_better_one(joint: JointGr
     """The first program fits and leaves 300 bytes."""
     found = _planned(Interrupted(lambda counted: counted - 300, least=300, enough=600), joint)
     assert found.peak_nbytes == 700 and found.seconds == pytest.approx(0.1)
+
+
+def test_far_over_the_limit_nothing_is_searched_without_messages_either(joint: JointGraph) -> None:
+    """Both ways start from one plan: what is fastest without a limit says little of what fits."""
+    machine = Machine(lambda counted: counted, least=300, enough=500, whole=3 * LIMIT)
+    reserve = lambda found: 100 if found is not None else 0
+    ways = _way(machine), Way(_never().fastest, _way(machine).offer)
+    found = StatesWithin(joint, ways, reserve, reserve, _programs).found(LIMIT, NEVER)
+    assert found.peak_nbytes + 100 <= LIMIT

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +14,9 @@ from torch.distributed.tensor import Shard
 from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.plan.answer import BestSoFar
 from autoshard.plan.families import Variant
+from autoshard.plan.judged import Judged, judged_within
 from autoshard.plan.search_with_states import StatesWithin
+from passes.predict.prediction import KINDS, MemoryStep
 
 MESH = MeshSpec({"ranks": 4})
 X = torch.randn(16, 32)
@@ -78,3 +84,54 @@ def test_its_step_is_predicted_again_as_it_is(short: Plan) -> None:
     """For what a plan is asked afterwards: with as little in flight as it has."""
     assert short.again is not None
     assert short.again.step_seconds(short, Variant()) == pytest.approx(short.step_time)
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Stand-in for prices, and for a plan lowered by them: `kept` bytes, and what is in transfers at once, of which a
+    single one holds `single`. The fewer, the slower."""
+
+    kept: int
+    single: int
+    moved_nbytes: float = 800
+
+    def holding(self, nbytes: int) -> Transfers:
+        return replace(self, moved_nbytes=nbytes)
+
+    @property
+    def peak(self) -> MemoryStep:
+        moved = max(self.single, int(self.moved_nbytes))
+        return MemoryStep(
+            0, "forward", "x", tuple(moved if k == "moved" else self.kept * (k == "kept") for k in KINDS)
+        )
+
+    @property
+    def seconds(self) -> float:
+        return 1.0 / (1.0 + self.moved_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("kept", "single", "limit", "held"),
+    [
+        pytest.param(1000, 0, 1800, [800], id="fits"),
+        pytest.param(1000, 0, 1500, [800, 500], id="as much less as is missing"),
+        pytest.param(1000, 450, 1400, [800, 400], id="a single transfer holds more"),
+        pytest.param(1000, 0, 900, [800, 0], id="all of them are not enough"),
+    ],
+)
+def test_transfers_hold_as_much_less_as_is_missing(
+    kept: int, single: int, limit: int, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[float]()
+
+    def lowered(joint: Any, assignment: Any, prices: Transfers, predict: Any) -> Any:
+        tried.append(prices.moved_nbytes)
+        step = SimpleNamespace(peak=prices.peak, seconds=prices.seconds)
+        return Judged(cast(Any, None), cast(Any, prices), cast(Any, step))
+
+    monkeypatch.setattr("autoshard.plan.judged.judged", lowered)
+    monkeypatch.setattr("autoshard.plan.judged.StepInOrders", lambda joint: SimpleNamespace(predicted=None))
+    over = lambda one: one.peak.nbytes - limit
+    best = judged_within(cast(Any, None), {}, cast(Any, Transfers(kept, single)), over)
+    assert tried[: len(held)] == held and len(tried) <= len(held) + 1
+    assert best.peak.nbytes == kept + max(single, int(min(tried)))

@@ -74,6 +74,17 @@ def test_a_plan_that_only_the_objective_likes_is_not_taken() -> None:
     assert found.lower_bound <= 10.0
 
 
+def test_a_judge_may_say_that_one_plan_is_enough() -> None:
+    asked = list[Any]()
+
+    def judge(choice: Any) -> Judgement:
+        asked.append(choice)
+        return Judgement((12.0, 0.0, 0.0), 0, ends=True)
+
+    found = agreed(cast(SearchSpace, Space()), 1.0, judge, Deadline.after(60.0))
+    assert asked == [GATHERED] == [found.choice] and found.lower_bound <= 8.0
+
+
 def test_of_equally_fast_plans_the_smaller_is_taken() -> None:
     """By the objective the first is the faster, and on the timeline both are equal, but for rounding."""
     for whole, gathered, taken in ((5, 7, WHOLE), (7, 5, GATHERED), (5, 5, GATHERED)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ import passes.search.state_columns as state_columns
 from passes.search.search_space import CostKinds
 from passes.search.state_columns import Columns
 from passes.solver.alike import Ties
-from passes.solver.problem import Infeasible, Problem
+from passes.solver.problem import Infeasible, Problem, Solution
 from tests.search.test_overlapped import random_kinds
 from tests.solver.layered import layered
 
@@ -77,3 +78,25 @@ def test_what_was_found_for_one_room_is_where_another_starts(large: bool) -> Non
     assert again.cost <= first.cost <= smaller.cost
     less = replace(problem, limit=None, usages=tuple(0.5 * usage for usage in problem.usages))
     assert columns.corrected(less, kinds).find(0.5 * room, 60.0, 5e-3).cost == again.cost
+
+
+def test_the_whole_is_searched_once_where_layers_are_alike(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted anew, and of other rooms: layers alike say enough of where to look."""
+    wholes, solved = list[int](), state_columns._Generation._solved
+
+    def counted(self: Any, inner: Problem, gap: float) -> Solution:
+        wholes.append(self.ties is None)
+        return solved(self, inner, gap)
+
+    monkeypatch.setattr(state_columns._Generation, "_solved", counted)
+    problem = layered(4, LAYERS)
+    kinds, room = layers_of_kinds(problem, 4, 0.5), problem.limit
+    assert room is not None
+    columns = Columns(replace(problem, limit=None), kinds)
+    columns.find(room, 60.0, 0.2)
+    first = sum(wholes)
+    found = columns.corrected(columns.problem, kinds).find(room, 60.0, 0.2)
+    assert first and (sum(wholes) == first) == large
+    assert found.cost <= 1.1 * least_of(problem, kinds)
