@@ -164,7 +164,9 @@ class StatesWithin:
                 whole.lower_bound >= best.seconds * (1.0 - 1e-2) or self.reserve(whole) >= limit
             ):
                 continue
-            until = deadline.share(1.0 / (len(starts) - place))
+            # Where both start from one plan the second is only for where the first has none.
+            alike = starts[0][1] is starts[-1][1]
+            until = deadline.share(1.0 if alike else 1.0 / (len(starts) - place))
             # For programs of its states the share is larger: they take what was counted or more.
             faster = math.inf if best is None else best.seconds * (1.0 - 2e-2)
             try:

@@ -30,7 +30,7 @@ import numpy as np
 
 from passes.search.search_space import CostKinds, recombined
 from passes.solver.graph import Graph
-from passes.solver.problem import Array, Problem, Solution, Tables
+from passes.solver.problem import Array, Infeasible, Problem, Solution, Tables
 from passes.solver.solve import ROUNDING, mixed, no_room, restricted, solve
 
 
@@ -77,15 +77,20 @@ class _Plane:
         return _Plane(float(totals.sum()), tuple(float(slope) for slope in slopes), over)
 
 
+Rows = tuple[int, ...]
+"""Memory rows that have one price: of equal layers, each of which holds too much in its turn."""
+
+
 def highest_point(
-    planes: Sequence[_Plane], phases: Sequence[int], rows: Sequence[int], cap: float
+    planes: Sequence[_Plane], phases: Sequence[int], rows: Sequence[Rows], cap: float
 ) -> tuple[float, _Point] | None:
     """max over shares m and v in [0, cap]^rows of the least plane, and where it is. phases: paths of each.
 
     None if HiGHS cannot tell: prices of memory that have risen far make planes steeper than its tolerances allow."""
     scale = max(max(abs(plane.constant) for plane in planes), 1e-300)  # HiGHS's tolerances are absolute
     slopes = [
-        [*(s / scale for s in plane.slopes), *(float(plane.over[row]) for row in rows)] for plane in planes
+        [*(s / scale for s in plane.slopes), *(float(plane.over[list(some)].sum()) for some in rows)]
+        for plane in planes
     ]
     paths = len(planes[0].slopes)
     owner = np.repeat(np.arange(len(phases)), phases)
@@ -105,8 +110,21 @@ def highest_point(
         return None
     values = [float(v) for v in result.x]
     shares, prices = values[1 : 1 + paths], values[1 + paths :]
-    named = {row: v * scale for row, v in zip(rows, prices, strict=True) if v > 0}
+    named = dict[int, float]()
+    for some, v in zip(rows, prices, strict=True):
+        for row in some if v > 0 else ():
+            named[row] = named.get(row, 0.0) + v * scale
     return values[0] * scale, _Point(tuple(shares), named)
+
+
+def _peaks(over: Array) -> list[Rows]:
+    """Where most is held, if that is too much; and the peaks together that are over the limit by half as much."""
+    if not over.size or over.max() <= 0.0:
+        return []
+    high = np.flatnonzero(over > 0.5 * over.max())
+    runs = np.split(high, np.flatnonzero(np.diff(high) > 1) + 1)
+    together = tuple(int(run[np.argmax(over[run])]) for run in runs)
+    return [(int(np.argmax(over)),), together]
 
 
 def charged(problem: Problem, prices: Mapping[int, float]) -> Problem:
@@ -201,9 +219,10 @@ class CuttingPlanes:
         self.found: list[tuple[int, ...]] = []
         self.known = 0
         self.planes: list[_Plane] = []
-        self.rows: list[int] = []
+        self.rows: list[Rows] = []
         self.cap = 0.0
         self.highest = np.inf
+        self.has_room = False
         self.worth: dict[int, float] = {}
 
     def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
@@ -269,8 +288,8 @@ class CuttingPlanes:
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
         plane = _Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
-        if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
-            self.rows.append(row)
+        if new := [some for some in dict.fromkeys(_peaks(over)) if some not in self.rows]:
+            self.rows += new
             # The largest price of memory at first, as a share of the cost; and by what it grows where
             # that is too small.
             self.cap = max(self.cap, 0.1 * abs(plane.constant))
@@ -308,9 +327,9 @@ class CuttingPlanes:
         found = self._highest_point()
         if found is not None and not self.choice and self._at_cap(found[1]) and len(self.planes) > 1:
             # The planes of choices that do not fit have no highest point: is there room at all?
-            reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
-            if reason is not None:
+            if not self.has_room and (reason := self._no_room()) is not None:
                 raise reason
+            self.has_room = True
             self.cap *= 8.0
             found = self._highest_point()
         if found is None:
@@ -325,6 +344,9 @@ class CuttingPlanes:
         unmoved = bool(self.choice) and self.highest - highest <= UNMOVED * (highest - self.bound)
         self.highest = highest
         return self.bound_at.towards(point, self._step(unmoved))
+
+    def _no_room(self) -> Infeasible | None:
+        return no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
 
     def _of_mixes(self, found: tuple[float, _Point]) -> tuple[float, _Point]:
         """The highest point under the planes of all mixes of the choices so far: those that cut are added. A mix is

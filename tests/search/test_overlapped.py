@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from passes.search.overlapped import charged, solve_overlapped
+from passes.search.overlapped import CuttingPlanes, charged, solve_overlapped
 from passes.search.search_space import CostKinds, recombined
 from passes.solver.problem import Array, Infeasible, Problem
 from passes.solver.solve import mixed, solve
@@ -199,3 +201,24 @@ def test_a_mix_is_no_worse_than_either(seed: int) -> None:
 
     best = sum(min(pair(first, i, j, k), pair(second, i, j, k)) for k, (i, j) in enumerate(edges))
     assert problem.cost(plain) == pytest.approx(best)
+
+
+def test_layers_that_hold_too_much_in_turn_have_one_price() -> None:
+    """Of eight each must hold less in its own step: one price after the other would never come to an end."""
+    layers = 8
+    problem = Problem(
+        (np.array([1.0, 2.0]), np.zeros(1)) * layers,
+        (),
+        (),
+        tuple((step, step + 1) for step in range(2 * layers)),
+        (np.array([2.0, 1.0]), np.array([0.5])) * layers,
+        1.5,
+    )
+    kinds = CostKinds((EXPOSED,) * 2 * layers, (), 5, two_phases(1.0))
+    search = CuttingPlanes(problem, kinds, math.inf, rows_inside=False, relative_gap=0.0)
+    point: Any = search.bound_at
+    for _ in range(5):
+        if not search.choice:
+            search._solve_at(point)
+            point = search._next()
+    assert search.choice == (1, 0) * layers and search.cost == 16.0 >= search.bound
