@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoshard.global_call import placement_leaves
 from cost_model.errors import (
     ProfileError,
     ShardingError,
@@ -27,6 +26,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.process_state import live
 from passes.ir.size_names import check_size_names
+from passes.layout.placements import placement_leaves
 
 _DEVICES = ("cpu", "cuda")
 _CHOICES = {

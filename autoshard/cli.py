@@ -9,8 +9,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autoshard.command_words import add_autocast, add_model, autocast, count, load_model, parse_mesh, positive
-from autoshard.planner.plan_command import add_plan
+from autoshard.planner.plan_command import (
+    add_autocast,
+    add_model,
+    add_plan,
+    autocast,
+    count,
+    load_model,
+    parse_mesh,
+    positive,
+)
 from cost_model.errors import AutoshardError
 
 

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cost_model.errors import ShardingError, shown
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.capture.call import CallKey, flatten_call, tensor_names
 from passes.capture.trees import unflatten
 from passes.layout.layout import Layout
-from passes.layout.placements import placements_to_layout
-
-Placements = tuple[Placement, ...]
+from passes.layout.placements import (
+    Placements,
+    as_placements,
+    is_leaf,
+    placement_leaves,
+    placements_to_layout,
+)
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -52,7 +56,7 @@ def matched_placements(
     """
     if given is None:
         return {}
-    if _is_leaf(given):
+    if is_leaf(given):
         leaf = as_placements(given, mesh, argument)
         return dict.fromkeys(range(len(names)), leaf)
     if isinstance(given, Mapping):
@@ -86,38 +90,6 @@ def _by_name(
 
 def _is_inside(name: str, argument: object) -> bool:
     return isinstance(argument, str) and name.startswith((f"{argument}[", f"{argument}."))
-
-
-def placement_leaves(given: Any, mesh: MeshSpec, *, argument: str) -> list[Placements | None]:
-    """The placements in a pytree, in order; None stays. ShardingError for a leaf that is neither."""
-    if _is_leaf(given):
-        return [as_placements(given, mesh, argument)]
-    leaves = pytree.tree_leaves(given, is_leaf=lambda x: x is None or _is_leaf(x))
-    return [
-        None if leaf is None else as_placements(leaf, mesh, f"{argument}[{i}]")
-        for i, leaf in enumerate(leaves)
-    ]
-
-
-def _is_leaf(value: Any) -> bool:
-    if isinstance(value, Placement):
-        return True
-    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(v, Placement) for v in value)
-
-
-def as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
-    """One placement per mesh axis from a leaf; ShardingError, naming `argument`, if it is none."""
-    if not _is_leaf(leaf):
-        raise ShardingError(
-            f"{argument} is {shown(leaf)}, which is no placement\n  try: [Shard(0)] from torch.distributed.tensor"
-        )
-    placements = (leaf,) if isinstance(leaf, Placement) else tuple(leaf)
-    if len(placements) != len(mesh.names):
-        raise ShardingError(
-            f"{argument} has {len(placements)} placements; the mesh has {len(mesh.names)} axes {mesh.names}\n"
-            "  try: one placement per mesh axis"
-        )
-    return placements
 
 
 def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[torch.Tensor]]:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, torch_schedule
+from autoshard.runtime.pipeline_program import torch_schedule
+from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces
 from passes.stages.pipeline_orders import StageSeconds, pipeline_order, pipeline_timeline
 from passes.stages.stage_graph import Crossing
 

@@ -30,8 +30,7 @@ from autoshard.global_call import GlobalCall
 from autoshard.plan.derived_plans import carried_plan, plan_holding
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planning import canonical_capture
-from autoshard.verification.simulated_sizes import ALL_SIZES, ALONE, SimulatedSizes
-from autoshard.verification.simulated_step import step_errors
+from autoshard.verification.simulated_step import ALL_SIZES, ALONE, SimulatedSizes, step_errors
 from benchmarks.fuzz_bounds import drawn_choices
 from benchmarks.rivals.sized_nets import Drawn, Images, drawn
 from passes.capture import Captured

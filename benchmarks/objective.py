@@ -27,8 +27,8 @@ import torch
 
 from autoshard import InfeasibleError, MeshSpec, Profile
 from autoshard.call_ends import output_layouts
-from autoshard.command_words import parse_mesh
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.planner.plan_command import parse_mesh
 from autoshard.planning import canonical_capture
 from benchmarks.rivals.cases import NETWORKS
 from benchmarks.rivals.drawn import drawn

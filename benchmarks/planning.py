@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.command_words import parse_mesh
 from autoshard.plan.judged import prices_of
+from autoshard.planner.plan_command import parse_mesh
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes

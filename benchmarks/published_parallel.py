@@ -29,8 +29,7 @@ import torch
 
 from autoshard.cli import main
 from autoshard.planner.configuration import RECOMPUTE, Configuration
-from autoshard.planner.meta_models import MetaModel
-from autoshard.planner.priced_runs import Machine, Run, Workload, configured_run
+from autoshard.planner.priced_runs import Machine, MetaModel, Run, Workload, configured_run
 from benchmarks.published_rows import CUDNN, Row, attending, gpu_profile, read_rows, run_name
 from cost_model.profile import Profile
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from autoshard import Profile
 from benchmarks.llama3 import LLAMAS
 from benchmarks.mpt import SIZES
-from cost_model.correction import paced_rates
+from cost_model.profile import paced_rates
 
 __all__ = [
     "AGAIN",

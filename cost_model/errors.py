@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
@@ -210,3 +211,65 @@ def write_text(path: Path, text: str, what: str, error: type[AutoshardError]) ->
         path.write_text(text, encoding="utf-8")
     except OSError as cause:
         raise error(f"cannot write {what} {str(path)!r}: {cause.strerror}\n  try: another path") from None
+
+
+_AT = re.compile(r" - at `.*?\$(.*)`$")
+"""The end of msgspec's messages: the place, `$.links[0].ranks`."""
+
+
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+_TYPE = re.compile(r"Expected `([^`]*)`, got `.*`")
+
+
+_RANGE = re.compile(r"Expected `([^`]*)` (of length )?(<=|>=|<|>)? ?([^,]*)(, got .*)?")
+
+
+_TYPES = {"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"} | {
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+_BOUNDS = {"<=": "at most ", ">=": "at least ", "<": "below ", ">": "above ", None: ""}
+
+
+def schema_mistake(message: str, data: Mapping[str, Any], named: Sequence[str]) -> str:
+    """msgspec's message in our words: the field, what it is, and what it must be. named: what a text may be that the
+    schema has a pattern for."""
+    at = _AT.search(message)
+    place = at[1] if at else ""
+    problem = message[: at.start()] if at else message
+    missing = _MISSING.fullmatch(problem)
+    if missing:
+        return f"{place}.{missing[1]} is missing".lstrip(".")
+    return f"{place.lstrip('.')} {_seen(place, data)}{_demand(problem, named)}"
+
+
+def _seen(place: str, data: Any) -> str:
+    """The value at `place`. msgspec writes `[...]` for whatever name an object of texts has."""
+    if "[...]" in place:
+        return "is of another type"
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+        data = data[name] if name else data[int(index)]
+    return f"is {shown(data)}"
+
+
+def _demand(problem: str, named: Sequence[str]) -> str:
+    of_type, in_range = _TYPE.fullmatch(problem), _RANGE.fullmatch(problem)
+    if "matching regex" in problem:
+        return f"; it must be one of {', '.join(named)}"
+    if of_type:
+        return f", not {_words(of_type[1])}"
+    if in_range:
+        kind, length, bound, limit, _ = in_range.groups()
+        joint = f" {length}" if length else ", "
+        return f"; it must be {_words(kind)}{joint}{_BOUNDS[bound]}{limit}"
+    return f": {problem}"
+
+
+def _words(kind: str) -> str:
+    """`int | null` -> "an integer or null"."""
+    return " or ".join(_TYPES.get(word, word) for word in kind.split(" | "))

@@ -1,11 +1,39 @@
-"""`Profile`: a record of prices, and the ways to get one: a file, a measurement, outputs of other benchmarks."""
+"""`Profile`: a record of prices, and the ways to get one: a file, a measurement, outputs of other benchmarks.
+
+And a profile as that of another machine: everything slower, a link faster, or corrected by what steps really took.
+"""
 
 from __future__ import annotations
 
 import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from cost_model.measurements import LinkLevel
+from cost_model.collectives import CollectivePrices
+from cost_model.compute import TimedCollective, TimedPrices
+from cost_model.groups import (
+    GroupShape,
+    floor_slope,
+    group_ranks,
+    group_shape,
+    mesh_occupancies,
+    model_lines,
+    occupancy,
+    shapes_of,
+)
+from cost_model.measurements import (
+    KERNEL_KINDS,
+    CollectiveSamples,
+    DeviceRates,
+    Lateness,
+    LinkLevel,
+    MatmulRates,
+    UpdateRates,
+    monotone,
+)
+from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 from cost_model.readers import read_profile
 
@@ -15,6 +43,239 @@ if TYPE_CHECKING:
     from cost_model.measure.clock import Clock
     from cost_model.measure.kernel_work import Attend
     from cost_model.measure.sampling import Progress
+
+
+def paced_profile(profile: Profile, pace: float) -> Profile:
+    """`profile` with all seconds times `pace`, latencies, starts and peaks included: whatever is priced by it takes
+    exactly that many times as long, so no plan is another for it."""
+    assert pace > 0.0, pace
+    if pace == 1.0:
+        return profile
+    return replace(
+        profile,
+        collective_launch_seconds=pace * profile.collective_launch_seconds,
+        links=tuple(_paced_link(link, pace) for link in profile.links),
+        collectives=tuple(replace(s, seconds=_times(s.seconds, pace)) for s in profile.collectives),
+        device=paced_device(profile.device, pace),
+        lateness=_lateness(profile.lateness, pace),
+    )
+
+
+def paced_times(timed: TimedPrices, pace: float) -> TimedPrices:
+    """`timed`, kernels and collectives, with all seconds times `pace`."""
+    collectives = tuple(replace(one, seconds=pace * one.seconds) for one in timed.collectives)
+    return replace(timed.kernels_times(pace), collectives=collectives)
+
+
+def _paced_link(link: LinkLevel, pace: float) -> LinkLevel:
+    # Rounding makes no measured time one that the peak forbids.
+    peak = link.peak_bytes_per_second / pace * (1.0 + 1e-9)
+    latency = pace * link.latency_seconds
+    return with_rates(link, lambda r: r / pace, latency_seconds=latency, peak_bytes_per_second=peak)
+
+
+def with_rates(link: LinkLevel, change: Callable[[float], float], **others: float) -> LinkLevel:
+    """`link` with both of its rates changed so, and `others` of its fields."""
+    reduced = link.reduced_bytes_per_second
+    return replace(
+        link,
+        bytes_per_second=change(link.bytes_per_second),
+        reduced_bytes_per_second=None if reduced is None else change(reduced),
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def paced_device(device: DeviceRates, pace: float) -> DeviceRates:
+    """`device` with all seconds times `pace`: kernels and the update."""
+    update = device.update
+    if update is not None:
+        update = UpdateRates(pace * update.launch_seconds, update.bytes_per_second / pace)
+    return replace(
+        device,
+        launch_seconds=pace * device.launch_seconds,
+        memory_bytes_per_second=device.memory_bytes_per_second / pace,
+        update=update,
+        **{kind: tuple(paced_rates(rates, pace) for rates in device.rates(kind)) for kind in KERNEL_KINDS},
+    )
+
+
+def paced_rates(rates: MatmulRates, pace: float) -> MatmulRates:
+    """`rates` of kernels that take `pace` times as long."""
+    return replace(rates, flops_per_second=tuple(rate / pace for rate in rates.flops_per_second))
+
+
+def _lateness(lateness: Lateness | None, pace: float) -> Lateness | None:
+    if lateness is None:
+        return None
+    behind, seconds = (_times(times, pace) for times in (lateness.computing_seconds, lateness.seconds))
+    return replace(lateness, computing_seconds=behind, seconds=seconds)
+
+
+def _times(values: Sequence[float], factor: float) -> tuple[float, ...]:
+    return tuple(factor * value for value in values)
+
+
+def scaled_link(profile: Profile, level: int, factor: float) -> Profile:
+    """`profile` with every bandwidth of link level `level` times `factor`; latencies and starts stay.
+
+    Of a measured collective, a + b(nbytes) seconds, the constant a stays (what its first two sizes come to at 0 bytes),
+    and b is multiplied by what the link model says of the group: its seconds per byte with the new links over those
+    with the old ones, so that a curve of other levels stays as it was. No time is below what the new peaks allow.
+    """
+    old = profile.links
+    peak = old[level].peak_bytes_per_second * factor
+    faster = with_rates(old[level], lambda rate: rate * factor, peak_bytes_per_second=peak)
+    links = (*old[:level], faster, *old[level + 1 :])
+    curves = tuple(_rescaled(samples, old, links) for samples in profile.collectives)
+    name = f"{profile.name}, {old[level].name} x {factor:.3g}"
+    return replace(profile, name=name, links=links, collectives=curves)
+
+
+def _rescaled(
+    samples: CollectiveSamples, old: Sequence[LinkLevel], new: Sequence[LinkLevel]
+) -> CollectiveSamples:
+    group = occupancy(group_ranks(samples.group), [link.ranks for link in old])
+    before, after = (
+        min(line.beta for line in model_lines(samples.kind, group, ls, 0.0)) for ls in (old, new)
+    )
+    if before == after:
+        return samples
+    floor = floor_slope(samples.kind, group, new)
+    start = _start(samples)
+    seconds = tuple(
+        max(start + (time - start) * after / before, floor * nbytes)
+        for nbytes, time in zip(samples.nbytes, samples.seconds, strict=True)
+    )
+    return replace(samples, seconds=seconds)
+
+
+def _start(samples: CollectiveSamples) -> float:
+    """Seconds at 0 bytes, not negative: the line through the two smallest sizes."""
+    (n, m), (first, second) = samples.nbytes[:2], samples.seconds[:2]
+    return max(0.0, first - n * (second - first) / (m - n))
+
+
+_STEPS = (4, 16, 64)
+"""Sizes for a group without samples, as multiples and fractions of the measured sizes. It gets its modelled times
+there, scaled."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A measured collective: `kind` over `axes` of the mesh, `nbytes` as `cost_model.collectives` counts."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    seconds: float
+
+
+def corrected_profile(
+    profile: Profile, mesh: MeshSpec, times: Sequence[CollectiveTime], compute_factor: float, note: str
+) -> Profile:
+    """`profile` with the measured collectives in it, and kernels `compute_factor` times as long.
+
+    A measured time replaces the sample of its kind, group and size, or joins the other samples. Those are
+    moved no further than makes times grow with size. A group without samples gets its modelled times, scaled by
+    the ratio of measured to modelled at the nearest measured size. The link levels that it uses get
+    slower, or faster, by that ratio, because their other prices are as wrong. No time beats the
+    links' peak. `nominal` stays. note: goes to `sources`.
+    """
+    assert compute_factor > 0.0, compute_factor
+    prices = CollectivePrices(profile, mesh)
+    samples = {(s.kind, s.group): s for s in profile.collectives}
+    ratios: dict[int, list[float]] = {}  # link level -> measured / modelled of what it carries
+    for (kind, axes), points in _by_group(times, mesh).items():
+        group = group_shape(mesh, axes)
+        groups = mesh_occupancies(mesh, axes, profile.link_domains)
+        slope = max(floor_slope(kind, one, profile.links) for one in groups)
+        measured = _above(dict(zip(points, monotone(list(points.values())), strict=True)), slope)
+        known = samples.get((kind, group))
+        if known is None:
+            ratio = statistics.median(s / prices.seconds(kind, axes, n) for n, s in measured.items())
+            for level in {use.level for one in groups for use in one.uses}:
+                ratios.setdefault(level, []).append(ratio)
+        before = (
+            _above(_modelled(prices, kind, axes, measured), slope)
+            if known is None
+            else dict(zip(known.nbytes, known.seconds, strict=True))
+        )
+        samples[kind, group] = _merged(kind, group, before, measured)
+    by_level = {level: statistics.median(values) for level, values in ratios.items()}
+    name = profile.name.removesuffix(" (corrected)") + " (corrected)"
+    return replace(
+        profile,
+        name=name,
+        sources=(*profile.sources, note),
+        collective_launch_seconds=profile.collective_launch_seconds * by_level.get(0, 1.0),
+        links=tuple(_slowed(link, by_level.get(i, 1.0)) for i, link in enumerate(profile.links)),
+        collectives=tuple(samples.values()),
+        device=replace(paced_device(profile.device, compute_factor), update=profile.device.update),
+    )
+
+
+def with_timed_collectives(profile: Profile, mesh: MeshSpec, timed: Sequence[TimedCollective]) -> Profile:
+    """`profile` with what was timed over groups that `mesh` has (`corrected_profile`)."""
+    axes = shapes_of(mesh)
+    times = [CollectiveTime(c.kind, axes[c.group], c.nbytes, c.seconds) for c in timed if c.group in axes]
+    if not times:
+        return profile
+    return corrected_profile(profile, mesh, times, 1.0, "Collectives of the plan: timed one by one.")
+
+
+def _by_group(
+    times: Sequence[CollectiveTime], mesh: MeshSpec
+) -> dict[tuple[str, tuple[str, ...]], dict[int, float]]:
+    """(kind, axes) -> size -> median seconds. The first of several axes with equal group shapes stands for all."""
+    names: dict[tuple[str, GroupShape], tuple[str, ...]] = {}
+    found: dict[tuple[str, tuple[str, ...]], dict[int, list[float]]] = {}
+    for time in times:
+        shape = group_shape(mesh, time.axes)
+        if shape and time.nbytes > 0:
+            axes = names.setdefault((time.kind, shape), time.axes)
+            found.setdefault((time.kind, axes), {}).setdefault(time.nbytes, []).append(time.seconds)
+    return {
+        key: {nbytes: statistics.median(values) for nbytes, values in sorted(sizes.items())}
+        for key, sizes in found.items()
+    }
+
+
+def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:
+    peak = link.peak_bytes_per_second
+    return with_rates(
+        link, lambda rate: min(rate / ratio, peak), latency_seconds=link.latency_seconds * ratio
+    )
+
+
+def _above(points: Mapping[int, float], slope: float) -> dict[int, float]:
+    """Times that `slope` allows, but for rounding."""
+    return {nbytes: max(seconds, slope * nbytes * (1 + 1e-9)) for nbytes, seconds in points.items()}
+
+
+def _modelled(
+    prices: CollectivePrices, kind: str, axes: tuple[str, ...], measured: Mapping[int, float]
+) -> dict[int, float]:
+    found: dict[int, float] = {}
+    smallest, largest = min(measured), max(measured)
+    below = [(max(1, smallest // step), smallest) for step in _STEPS]
+    for nbytes, nearest in (*below, *((largest * step, largest) for step in _STEPS)):
+        ratio = measured[nearest] / prices.seconds(kind, axes, nearest)
+        found[nbytes] = prices.seconds(kind, axes, nbytes) * ratio
+    return found
+
+
+def _merged(
+    kind: str, group: GroupShape, before: Mapping[int, float], measured: Mapping[int, float]
+) -> CollectiveSamples:
+    """The measured points as they are, the others between them."""
+    points = dict(measured)
+    for nbytes, seconds in before.items():
+        if nbytes not in measured:
+            low = max((s for n, s in measured.items() if n < nbytes), default=0.0)
+            high = min((s for n, s in measured.items() if n > nbytes), default=float("inf"))
+            points[nbytes] = min(max(seconds, low), high)
+    sizes = tuple(sorted(points))
+    return CollectiveSamples(kind, group, sizes, tuple(points[n] for n in sizes))
 
 
 def profile_text(profile: ProfileRecord) -> str:

@@ -1,26 +1,39 @@
 """`ProfileRecord`: everything that prices are computed from, and its file. Measured, or nominal and so marked.
 
-Every mistake in a file is a ProfileError that names file, field and remedy.
+Every mistake in a file is a ProfileError that names file, field and remedy. The range of each value is in
+`cost_model.measurements`; here they must fit one another: times never fall with size, nothing is over the links' peak.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, NoReturn, Self, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from cost_model.errors import ProfileError, checked_path, parse_json, shown, write_text
-from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel, Positive
-from cost_model.profile_check import check_profile
+from cost_model.errors import ProfileError, checked_path, parse_json, schema_mistake, shown, write_text
+from cost_model.groups import GroupShape, floor_slope, group_ranks, occupancy
+from cost_model.measurements import (
+    KERNEL_KINDS,
+    KINDS,
+    CollectiveSamples,
+    DeviceRates,
+    Lateness,
+    LinkLevel,
+    MatmulRates,
+    Positive,
+)
+from cost_model.mesh import MOST_DEVICES
 
 SCHEMA_VERSION = 2
 
@@ -28,19 +41,6 @@ _CORRECT = "correct it, or measure the profile again"
 
 _NUMBERS = re.compile(r"\[[0-9eE+.,\s-]+\]")
 """A JSON list of numbers, to be written on one line."""
-
-_AT = re.compile(r" - at `.*?\$(.*)`$")
-"""The end of msgspec's messages: the place, `$.links[0].ranks`."""
-_MISSING = re.compile(r"Object missing required field `(.*)`")
-_TYPE = re.compile(r"Expected `([^`]*)`, got `.*`")
-_RANGE = re.compile(r"Expected `([^`]*)` (of length )?(<=|>=|<|>)? ?([^,]*)(, got .*)?")
-
-_TYPES = {"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"} | {
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-_BOUNDS = {"<=": "at most ", ">=": "at least ", "<": "below ", ">": "above ", None: ""}
 
 
 def profile_fields(text: str, where: str) -> dict[str, Any]:
@@ -63,7 +63,9 @@ def profile_data(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         found = msgspec.convert(data, _schema())
     except msgspec.ValidationError as error:
-        raise ProfileError(f"{where}: field {_mistake(str(error), data)}\n  try: {_CORRECT}") from None
+        raise ProfileError(
+            f"{where}: field {schema_mistake(str(error), data, KINDS)}\n  try: {_CORRECT}"
+        ) from None
     fields = msgspec.structs.asdict(found)
     for name in _unknown(data, fields):
         raise ProfileError(f"{where}: field {name} is not a field of a profile\n  try: {_CORRECT}")
@@ -101,44 +103,6 @@ def profile_json(content: Mapping[str, Any]) -> str:
     """The JSON text: an indented line for each field, but lists of numbers on one."""
     text = json.dumps(content, indent=2)
     return _NUMBERS.sub(lambda match: "[" + " ".join(match[0][1:-1].split()) + "]", text) + "\n"
-
-
-def _mistake(message: str, data: Mapping[str, Any]) -> str:
-    """msgspec's message in our words: the field, what it is, and what it must be."""
-    at = _AT.search(message)
-    place = at[1] if at else ""
-    problem = message[: at.start()] if at else message
-    missing = _MISSING.fullmatch(problem)
-    if missing:
-        return f"{place}.{missing[1]} is missing".lstrip(".")
-    return f"{place.lstrip('.')} {_seen(place, data)}{_demand(problem)}"
-
-
-def _seen(place: str, data: Any) -> str:
-    """The value at `place`. msgspec writes `[...]` for whatever name an object of texts has."""
-    if "[...]" in place:
-        return "is of another type"
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
-        data = data[name] if name else data[int(index)]
-    return f"is {shown(data)}"
-
-
-def _demand(problem: str) -> str:
-    of_type, in_range = _TYPE.fullmatch(problem), _RANGE.fullmatch(problem)
-    if "matching regex" in problem:
-        return f"; it must be one of {', '.join(KINDS)}"
-    if of_type:
-        return f", not {_words(of_type[1])}"
-    if in_range:
-        kind, length, bound, limit, _ = in_range.groups()
-        joint = f" {length}" if length else ", "
-        return f"; it must be {_words(kind)}{joint}{_BOUNDS[bound]}{limit}"
-    return f": {problem}"
-
-
-def _words(kind: str) -> str:
-    """`int | null` -> "an integer or null"."""
-    return " or ".join(_TYPES.get(word, word) for word in kind.split(" | "))
 
 
 _UNPRICED = ("name", "hardware", "software", "date", "command", "sources")
@@ -274,3 +238,134 @@ def _said(profile: ProfileRecord) -> dict[str, Any]:
     if profile.lateness is None:
         del fields["lateness"]
     return fields
+
+
+_AGAIN = "measure again with more repetitions"
+_NEWEST = "keep the newest"
+
+
+def check_profile(
+    where: str,
+    links: Sequence[LinkLevel],
+    collectives: Sequence[CollectiveSamples],
+    device: DeviceRates,
+    lateness: Lateness | None = None,
+) -> None:
+    """Raise ProfileError for the first impossible value; `where` starts the message.
+
+    Each value must be in the range that the schema gives it.
+    """
+    check, seen = _Check(where), set[tuple[str, GroupShape]]()
+    check.links(links)
+    for i, samples in enumerate(collectives):
+        check.samples(f"collectives[{i}]", samples, links)
+        if (samples.kind, samples.group) in seen:
+            check.refuse(f"collectives[{i}]", "repeats a kind and group", _NEWEST)
+        seen.add((samples.kind, samples.group))
+    for kind in KERNEL_KINDS:
+        check.kernels(f"device.{kind}", device.rates(kind))
+    mistake = None if lateness is None else lateness.mistake()
+    if mistake is not None:
+        check.refuse("lateness", mistake)
+
+
+@dataclass(frozen=True)
+class _Check:
+    where: str
+
+    def refuse(self, field: str, problem: str, remedy: str = _CORRECT) -> NoReturn:
+        raise ProfileError(f"{self.where}: field {field} {problem}\n  try: {remedy}")
+
+    def links(self, links: Sequence[LinkLevel]) -> None:
+        inner = 1
+        for i, link in enumerate(links):
+            field = f"links[{i}]"
+            self._under_peak(f"{field}.bytes_per_second", link.bytes_per_second, link)
+            if link.reduced_bytes_per_second is not None:
+                # An array that is summed on its way crosses each rank's port once in either direction.
+                self._under_peak(f"{field}.reduced_bytes_per_second", link.reduced_bytes_per_second, link)
+            inner = self._domain(field, link.ranks, inner, outermost=i == len(links) - 1)
+
+    def _under_peak(self, field: str, rate: float, link: LinkLevel) -> None:
+        if rate > link.peak_bytes_per_second:
+            self.refuse(field, f"is {rate:.4g}, above the peak of {link.peak_bytes_per_second:.4g}")
+
+    def _domain(self, field: str, ranks: int | None, inner: int, outermost: bool) -> int:
+        if ranks is None:
+            if not outermost:
+                self.refuse(f"{field}.ranks", "is null; only the outermost level may join all ranks")
+            return inner
+        if ranks <= inner or ranks % inner:
+            self.refuse(f"{field}.ranks", f"is {ranks}; it must be a multiple of {inner} above it")
+        return ranks
+
+    def samples(self, field: str, samples: CollectiveSamples, links: Sequence[LinkLevel]) -> None:
+        self._group(f"{field}.group", samples.group)
+        sizes, times = samples.nbytes, samples.seconds
+        if len(times) != len(sizes):
+            self.refuse(
+                field, f"has {len(sizes)} sizes and {len(times)} times; it needs a time for each size"
+            )
+        self._increasing(f"{field}.nbytes", sizes)
+        for i, (before, now) in enumerate(itertools.pairwise(times), start=1):
+            if now < before:
+                self.refuse(
+                    f"{field}.seconds[{i}]", f"is {now:.4g}, less than {before:.4g} for fewer bytes", _AGAIN
+                )
+        self._spread(field, samples.spread, len(sizes))
+        self._possible(field, samples, links)
+
+    def _group(self, field: str, group: GroupShape) -> None:
+        """The canonical form that `group_shape` gives: no size 1, large strides first, nothing to merge."""
+        if math.prod(ranks for ranks, _ in group) > MOST_DEVICES:
+            self.refuse(field, f"spans more than {MOST_DEVICES} ranks")
+        for (_, outer), (ranks, inner) in itertools.pairwise(group):
+            if outer <= ranks * inner:
+                self.refuse(
+                    field, f"is {group}; list large strides first, with each stride above what the next spans"
+                )
+
+    def _possible(self, field: str, samples: CollectiveSamples, links: Sequence[LinkLevel]) -> None:
+        ranks = group_ranks(samples.group)
+        slope = floor_slope(samples.kind, occupancy(ranks, [link.ranks for link in links]), links)
+        for i, (nbytes, seconds) in enumerate(zip(samples.nbytes, samples.seconds, strict=True)):
+            if seconds < slope * nbytes:
+                self.refuse(
+                    f"{field}.seconds[{i}]",
+                    f"is {seconds:.4g} for {nbytes} bytes; at the peak rate of the links, "
+                    f"{samples.kind} over {len(ranks)} ranks takes at least {slope * nbytes:.4g}",
+                    "check the unit of the times (seconds) and of the sizes (bytes), and links[].ranks",
+                )
+
+    def _spread(self, field: str, spread: Sequence[float], count: int) -> None:
+        if len(spread) not in (0, count):
+            self.refuse(
+                f"{field}.spread", f"has {len(spread)} values for {count} sizes; give one each, or none"
+            )
+
+    def _increasing(self, field: str, values: Sequence[float]) -> None:
+        for i, (before, now) in enumerate(itertools.pairwise(values), start=1):
+            if now <= before:
+                self.refuse(f"{field}[{i}]", f"is {now:.4g}, not above {before:.4g} before it")
+
+    def kernels(self, field: str, kernels: Sequence[MatmulRates]) -> None:
+        dtypes = [rates.dtype for rates in kernels]
+        for i, rates in enumerate(kernels):
+            if rates.dtype in dtypes[:i]:
+                self.refuse(f"{field}[{i}].dtype", f"repeats {rates.dtype}", _NEWEST)
+            self._rates(f"{field}[{i}]", rates)
+
+    def _rates(self, field: str, rates: MatmulRates) -> None:
+        if len(rates.flops) != len(rates.flops_per_second):
+            self.refuse(field, "must have a rate for each size")
+        self._increasing(f"{field}.flops", rates.flops)
+        self._spread(field, rates.spread, len(rates.flops))
+        times = [size / rate for size, rate in zip(rates.flops, rates.flops_per_second, strict=True)]
+        for i, (before, now) in enumerate(itertools.pairwise(times), start=1):
+            # Times that were equal differ in the last digit once they are kept as rates.
+            if now < before * (1.0 - 1e-9):
+                self.refuse(
+                    f"{field}.flops_per_second[{i}]",
+                    "makes a larger product faster than a smaller one",
+                    _AGAIN,
+                )

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 from torch.utils.data import Sampler
 
-from autoshard.global_call import as_call, leaf_names, matched_placements, placement_leaves
+from autoshard.global_call import as_call, leaf_names, matched_placements
 from autoshard.planning import mesh_spec
 from cost_model.errors import ShardingError, checked_count, is_whole, reject
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, nested_sizes
-from passes.layout.placements import placements_to_layout
+from passes.layout.placements import placement_leaves, placements_to_layout
 
 Placements = Placement | Sequence[Placement]
 """One per mesh axis; on a mesh of one axis also alone."""
@@ -39,18 +38,6 @@ def member(mesh: DeviceMesh) -> tuple[MeshSpec, int]:
             f"rank {mesh.get_rank()} is not in {spec}\n  try: call this on the ranks of the mesh only"
         )
     return spec, mesh.get_rank()
-
-
-def part_layout(
-    placements: Sequence[Placement], shape: Sequence[int], mesh: MeshSpec, sizes: Sizes | None, *, what: str
-) -> Layout:
-    """The layout of a tensor of global `shape`: torch.chunk sizes, or those in `sizes`.
-
-    Raises ShardingError, naming the tensor as `what`, for placements that do not fit, a pending reduction,
-    or sizes that are not one per part or do not add up to the dim.
-    """
-    layout = placements_to_layout(placements, shape, mesh, what=what)
-    return sized(refuse_partial(layout, what), shape, mesh, sizes, what)
 
 
 def checked_sizes(sizes: object) -> Sizes | None:
@@ -113,18 +100,6 @@ def _checked_sizes(
 def spans_of(layout: Layout, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[Span, ...]:
     """The span of every dim that `rank` holds, in global coordinates."""
     return tuple(layout.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
-
-
-def checked_plain(value: object, what: str) -> Tensor:
-    """`value` if it is a plain tensor with data; else ShardingError."""
-    if isinstance(value, DTensor):
-        raise ShardingError(
-            f"{what} is a DTensor, which knows its parts\n  try: redistribute(), full_tensor() or to_local()"
-        )
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        kind = "on meta" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise ShardingError(f"{what} is {kind}\n  try: a torch.Tensor with data")
-    return value
 
 
 @dataclass(frozen=True)

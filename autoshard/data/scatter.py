@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from autoshard.data.rank_sampler import (
     Placements,
     Sizes,
-    checked_plain,
     checked_sizes,
     member,
-    part_layout,
     refuse_partial,
+    sized,
     spans_of,
 )
-from autoshard.global_call import as_placements, joined
+from autoshard.global_call import joined
 from autoshard.runtime.process_groups import local_device, whole_group
 from autoshard.runtime.sharding import shard_of
 from autoshard.watching.agreement import agree, collectively, everyones
 from cost_model.errors import ShardingError, is_number, is_whole, reject, shown
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
+from passes.layout.placements import as_placements, placements_to_layout
 
 
 def _open_group(mesh: DeviceMesh) -> None:
@@ -83,7 +83,7 @@ def scatter(
     kind = everyones(mesh, None if tensor is None else (tuple(tensor.shape), tensor.dtype))[source]
     assert kind is not None
     shape, dtype = kind
-    layout = part_layout(given, shape, spec, sizes, what="the tensor to scatter")
+    layout = _part_layout(given, shape, spec, sizes, what="the tensor to scatter")
     shapes = [layout.local_shape(shape, spec, r) for r in range(spec.device_count)]
     rooms = [shapes[rank]] if tensor is None else [shapes[rank], _largest(shapes)]
     part, *spare = collectively(mesh, lambda: _empty(rooms, dtype, local_device(mesh)))
@@ -193,7 +193,7 @@ def _move(piece: Tensor, owner: int, target: int | None, mesh: DeviceMesh) -> No
 def _check_holder(tensor: Tensor | None, source: int, rank: int, spec: MeshSpec) -> None:
     _check_rank(source, "source", spec)
     if rank == source:
-        checked_plain(tensor, f"tensor on rank {rank}, the source,")
+        _checked_plain(tensor, f"tensor on rank {rank}, the source,")
     elif tensor is not None:
         raise ShardingError(
             f"rank {rank} passes a tensor; only that of rank {source}, the source, is scattered\n"
@@ -204,7 +204,7 @@ def _check_holder(tensor: Tensor | None, source: int, rank: int, spec: MeshSpec)
 def _check_part(local: Tensor, target: int | None, spec: MeshSpec, device: object) -> None:
     if target is not None:
         _check_rank(target, "target", spec)
-    checked_plain(local, "local")
+    _checked_plain(local, "local")
     try:
         known = device is None or torch.empty(0, device=device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, AssertionError, NotImplementedError):
@@ -268,3 +268,27 @@ def _sent(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float64, non_blocking=True)
     return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _part_layout(
+    placements: Sequence[Placement], shape: Sequence[int], mesh: MeshSpec, sizes: Sizes | None, *, what: str
+) -> Layout:
+    """The layout of a tensor of global `shape`: torch.chunk sizes, or those in `sizes`.
+
+    Raises ShardingError, naming the tensor as `what`, for placements that do not fit, a pending reduction,
+    or sizes that are not one per part or do not add up to the dim.
+    """
+    layout = placements_to_layout(placements, shape, mesh, what=what)
+    return sized(refuse_partial(layout, what), shape, mesh, sizes, what)
+
+
+def _checked_plain(value: object, what: str) -> Tensor:
+    """`value` if it is a plain tensor with data; else ShardingError."""
+    if isinstance(value, DTensor):
+        raise ShardingError(
+            f"{what} is a DTensor, which knows its parts\n  try: redistribute(), full_tensor() or to_local()"
+        )
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        kind = "on meta" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ShardingError(f"{what} is {kind}\n  try: a torch.Tensor with data")
+    return value

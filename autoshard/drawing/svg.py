@@ -20,7 +20,7 @@ from autoshard.drawing.boxes import (
     place_column,
 )
 from autoshard.drawing.drawn_groups import Grouping, fold_repeats, group_by_module
-from autoshard.plan.plan_graph import Total, collectives, colour, totals
+from autoshard.plan.plan_graph import Total, collectives, colour
 from cost_model.memory import format_bytes, format_seconds
 
 _WIDTH, _TALL = 260.0, 30.0
@@ -363,3 +363,20 @@ def _edge_svg(edge: _DrawnEdge) -> str:
             middle = (y0 + y1) / 2
             path += f" C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} {x1:.1f} {y1:.1f}"
     return f'<path class="edge" {paint} marker-end="url(#arrow-{tint[1:]})" d="{path}"/>'
+
+
+def totals(graph: nx.DiGraph) -> list[Total]:
+    """One total per (kind, phase), forward first.
+
+    What brings a gradient to the graph's end belongs to the phase that computed it.
+    """
+    found: dict[tuple[str, str], Total] = {}
+    for source, reader, edge in graph.edges(data=True):
+        end = source if graph.nodes[reader].get("kind") == "output" else reader
+        phase = graph.nodes[end]["phase"]
+        for moved in collectives(edge):
+            kind = moved.kind
+            old = found.get((phase, kind), Total(kind, phase, 0, 0, 0.0))
+            new = Total(kind, phase, old.count + 1, old.nbytes + moved.nbytes, old.seconds + moved.seconds)
+            found[phase, kind] = new
+    return [found[key] for key in sorted(found, key=lambda key: (key[0] != "forward", key[1]))]

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from autoshard.api import autoshard
-from autoshard.integrations import mesh_of_all, refused
-from autoshard.integrations.state import (
+from autoshard.integrations import (
     WholeOptimizer,
     draw_as_rank_0,
     load_random,
+    mesh_of_all,
+    refused,
     save_random,
     whole_state,
 )

@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from autoshard.api import autoshard
-from autoshard.integrations import mesh_of_all, refused
-from autoshard.integrations.state import (
+from autoshard.integrations import (
     WholeOptimizer,
     draw_as_rank_0,
     load_random_states,
+    mesh_of_all,
     random_states,
+    refused,
     whole_state,
 )
 from autoshard.runtime.session import Session

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from autoshard.api import autoshard
-from autoshard.integrations import mesh_of_all, refused
-from autoshard.integrations.state import WholeOptimizer, load_random, save_random, whole_state
+from autoshard.integrations import WholeOptimizer, load_random, mesh_of_all, refused, save_random, whole_state
 
 try:
     from transformers import Trainer, TrainingArguments

@@ -12,13 +12,13 @@ from torch import fx
 from autoshard.plan.infeasible import out_of_time, search_until
 from autoshard.plan.judged import Judged, judged, prices_as_in
 from autoshard.plan.micro_batches import most_pieces
-from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.plan_content import Rehearsed, of_stages, pace_of
+from autoshard.plan.plan import PipelinePlan, Plan, of_stages
+from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.plan_ends import parameter_shapes
 from autoshard.plan.plan_stages import pipeline_plan
-from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, orders_of
 from autoshard.plan.stage_search import StageSearch
+from autoshard.plan.stage_tasks import StageCutter
 from autoshard.plan.task import Task, plan_of, search_plan
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
@@ -185,7 +185,7 @@ def plan_holding(
 def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Plan:
     """`plan` with its step as measured, and all its other seconds as many times as long as modelled.
 
-    One step says that the model is off, and not of what: every price counts alike (`cost_model.correction`), so the
+    One step says that the model is off, and not of what: every price counts alike (`cost_model.profile`), so the
     plan stays the best, its bound a bound, and what its own questions find is as much slower. measured: seconds of a
     step. busy: of stages, as of `Rehearsed`: it tells what they compute from what they wait for (`measured_schedule`).
     """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.plan.families import OF_WEIGHTS, Family, Role, family_named
+from autoshard.plan.families import Family, Role
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
@@ -247,21 +246,3 @@ def _passes_a_product(one: fx.Node, other: fx.Node) -> bool:
                 is_product(node) and early in ancestors([node]) for node in between - ancestors([early])
             )
     return False
-
-
-SMALL_NODES, FEW_NODES = 64, 500
-"""Of the largest graphs of which all families are searched, and of which FSDP is. All of them took blocks of 300 nodes
-three times as long to plan; of 4 layers of Llama-3-8B FSDP took 6 s of 36, and states did better."""
-
-
-def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[Narrowing]:
-    """What each allows, of a task that allows all: FSDP first, which holds least, and in a small graph all others that
-    the mesh and the model have."""
-    fsdp = family_named("FSDP")
-    assert fsdp is not None
-    count = len(joint.graph.nodes)
-    first = [fsdp] if count <= FEW_NODES else []
-    others = [family for family in OF_WEIGHTS if family is not fsdp and count <= SMALL_NODES]
-    for family in (*first, *others):
-        with suppress(InfeasibleError):
-            yield family_narrowing(family, joint, mesh)

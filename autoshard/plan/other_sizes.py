@@ -23,7 +23,7 @@ from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
 from passes.capture.call import CallKey, flatten_call
-from passes.capture.memory_order import laid
+from passes.capture.decomposed_places import laid
 from passes.capture.trees import unflatten
 from passes.ir.routing import Routing
 from passes.ir.size_names import check_size_names, resized_shapes

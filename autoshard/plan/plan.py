@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +18,15 @@ from autoshard.plan.crossovers import crossover_lines
 from autoshard.plan.explain import explain_plan, plan_difference, plan_text
 from autoshard.plan.explain_part import explain_named
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
-from autoshard.plan.plan_content import of_stages
+from autoshard.plan.plan_content import Part, PlanContent, gap_of, scheduled_parts
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, check_undamaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_summary import plan_summary
+from autoshard.plan.stage_schedule import pipeline_memory
 from autoshard.plan.why_not import PlanQuestions
 from cost_model.errors import PlanError, checked_flag, checked_path, read_json, reject, write_text
 from cost_model.memory import communicators
+from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.placements import layout_to_placements
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places
@@ -265,3 +268,32 @@ class PipelinePlan(Plan):
             return write_page(path, ("plan", self))
         graphs = [stage.to_networkx() for stage in self.stages]
         return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
+
+
+def of_stages(
+    *, mesh: MeshSpec, axis: str, schedule: str, micro_batches: int, parts: Sequence[Part], **_others: Any
+) -> dict[str, Any]:
+    """By name, what of a plan with stages follows from them. Raises as `scheduled_parts`."""
+    ranks = mesh.size(axis)
+    scheduled = scheduled_parts(ranks, schedule, micro_batches, parts)
+    stages: list[PlanContent] = [part.plan for part in parts]
+    cost = scheduled.seconds
+    busiest = max(sum(stage.lower_bound for stage in stages[rank::ranks]) for rank in range(ranks))
+    memory = pipeline_memory(scheduled, [stage.memory for stage in stages])
+    return {
+        "cost": cost,
+        "lower_bound": min(cost, busiest),
+        # The bound is met without a bubble alone.
+        "status": "optimal" if gap_of(cost, busiest) <= 1e-9 else "feasible",
+        "step_time": cost,
+        "peak_memory": max(scheduled.peaks),
+        "peak_node": "" if memory is None else memory.peak.node,
+        "memory": memory,
+        "parameter_layouts": {name: at for stage in stages for name, at in stage.parameter_layouts.items()},
+        "outputs": {
+            position: stage.outputs[index]
+            for stage, part in zip(stages, parts, strict=True)
+            for index, position in enumerate(part.returns)
+        },
+        "fallbacks": tuple(sorted({op for stage in stages for op in stage.fallbacks})),
+    }

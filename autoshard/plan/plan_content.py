@@ -11,12 +11,12 @@ import torch
 from msgspec import Meta, Struct
 
 from autoshard.plan.plan_memory import MemoryTimeline
-from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from autoshard.version import __version__
+from cost_model.compute import TimedPrices
 from cost_model.errors import Count, PlanError, Seconds, Text
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.layout.layout import JoinedAxes, Layout
 from passes.plan.describe import graph_hash
@@ -233,38 +233,3 @@ def scheduled_parts(ranks: int, schedule: str, micro_batches: int, parts: Sequen
     order = pipeline_order(schedule, ranks, micro_batches, stages_per_rank=len(parts) // ranks)
     passed = tuple(part.sent for part in own), tuple(part.returned for part in own)
     return Scheduled(order, SchedulePrices(tuple(part.figures for part in parts), *passed))
-
-
-def of_stages(
-    *,
-    mesh: MeshSpec,
-    axis: str,
-    schedule: str,
-    micro_batches: int,
-    parts: Sequence[Part],
-    **_others: Any,
-) -> dict[str, Any]:
-    """By name, what of a plan with stages follows from them. Raises as `scheduled_parts`."""
-    ranks = mesh.size(axis)
-    scheduled = scheduled_parts(ranks, schedule, micro_batches, parts)
-    stages: list[PlanContent] = [part.plan for part in parts]
-    cost = scheduled.seconds
-    busiest = max(sum(stage.lower_bound for stage in stages[rank::ranks]) for rank in range(ranks))
-    memory = pipeline_memory(scheduled, [stage.memory for stage in stages])
-    return {
-        "cost": cost,
-        "lower_bound": min(cost, busiest),
-        # The bound is met without a bubble alone.
-        "status": "optimal" if gap_of(cost, busiest) <= 1e-9 else "feasible",
-        "step_time": cost,
-        "peak_memory": max(scheduled.peaks),
-        "peak_node": "" if memory is None else memory.peak.node,
-        "memory": memory,
-        "parameter_layouts": {name: at for stage in stages for name, at in stage.parameter_layouts.items()},
-        "outputs": {
-            position: stage.outputs[index]
-            for stage, part in zip(stages, parts, strict=True)
-            for index, position in enumerate(part.returns)
-        },
-        "fallbacks": tuple(sorted({op for stage in stages for op in stage.fallbacks})),
-    }

@@ -108,7 +108,7 @@ PIPELINE_FILE = PlanFile(
     {"memory_limit": "memory_limit_bytes", "reserve": "reserve_bytes", "parts": "stages"},
     {"race", "rehearsed"},
 )
-"""Of a plan with stages, each of which has a plan of its own: `of_stages` says the rest."""
+"""Of a plan with stages, each of which has a plan of its own: `PipelinePlan.of` says the rest."""
 
 
 def check_undamaged(where: str, problems: Iterator[str]) -> None:

@@ -234,20 +234,3 @@ def price(moves: Sequence[Moved]) -> str:
 
 def colour(kind: str) -> str:
     return COLOURS.get(kind, OTHER)
-
-
-def totals(graph: nx.DiGraph) -> list[Total]:
-    """One total per (kind, phase), forward first.
-
-    What brings a gradient to the graph's end belongs to the phase that computed it.
-    """
-    found: dict[tuple[str, str], Total] = {}
-    for source, reader, edge in graph.edges(data=True):
-        end = source if graph.nodes[reader].get("kind") == "output" else reader
-        phase = graph.nodes[end]["phase"]
-        for moved in collectives(edge):
-            kind = moved.kind
-            old = found.get((phase, kind), Total(kind, phase, 0, 0, 0.0))
-            new = Total(kind, phase, old.count + 1, old.nbytes + moved.nbytes, old.seconds + moved.seconds)
-            found[phase, kind] = new
-    return [found[key] for key in sorted(found, key=lambda key: (key[0] != "forward", key[1]))]

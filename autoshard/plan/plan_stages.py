@@ -14,10 +14,9 @@ from autoshard.plan.answer import Answer
 from autoshard.plan.judged import plan_reserve
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.plan_content import Part, PlanOrigin
-from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_search import WORTH, StageSearch
-from autoshard.plan.stage_tasks import PlannedStage
+from autoshard.plan.stage_tasks import PlannedStage, StageCutter
 from autoshard.plan.task import Task
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError

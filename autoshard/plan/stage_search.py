@@ -12,7 +12,6 @@ from operator import ge
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.search_with_states import KnownWholes
-from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, fullest_rank, pipeline_memory
 from autoshard.plan.stage_tasks import (
     PlannedStage,
@@ -21,6 +20,7 @@ from autoshard.plan.stage_tasks import (
     sending_as_received,
     sent_nbytes,
     stage_task,
+    transfer_price,
 )
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline

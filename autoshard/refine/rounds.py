@@ -16,10 +16,10 @@ from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_pa
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
+from cost_model.compute import TimedPrices
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
-from cost_model.timed import TimedPrices
 from passes.layout.layout import Assignment
 from passes.search.search_terms import COLD, Narrowing, SearchStart
 
@@ -98,7 +98,7 @@ class Rounds:
         self._confirming = True
         seconds, plan = self._chosen(self._under(self.timed))
         cases = self._cases(TimedCandidate.of(plan))
-        if _seconds_of(cases) <= UNCONFIRMED * seconds:
+        if cases.unknown_seconds <= UNCONFIRMED * seconds:
             return Cases(())
         self._deadline = self._deadline.at_least(self._confirming_seconds)
         return cases
@@ -165,7 +165,7 @@ class Rounds:
 
     def _unknown_seconds(self, plan: Plan) -> float:
         """Seconds of a step that were not timed."""
-        return _seconds_of(self._cases(TimedCandidate.of(plan)))
+        return self._cases(TimedCandidate.of(plan)).unknown_seconds
 
     def _cases(self, candidate: TimedCandidate) -> Cases:
         return cases_of(candidate, self._under(self.timed))
@@ -247,7 +247,3 @@ class Rounds:
         took = f"{time.monotonic() - self._begun:.0f} s"
         layouts = f"{'the same' if same else 'other'} parameters' layouts"
         return f"{counts}, {took}; predicted step {steps}, {layouts}"
-
-
-def _seconds_of(cases: Cases) -> float:
-    return sum(case.seconds for case in cases.unknown)

@@ -19,6 +19,7 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import keep_file
+from cost_model.compute import TimedCollective, TimedKernel, TimedPrices
 from cost_model.errors import ProfileError, read_json
 from cost_model.groups import group_shape
 from cost_model.measure.clock import Clock
@@ -30,17 +31,10 @@ from cost_model.measure.collective_work import (
     pause_series,
     whole_size,
 )
-from cost_model.measure.peers import (
-    Team,
-    collective_backend,
-    device_name,
-    host_name,
-    software_versions,
-)
+from cost_model.measure.peers import Team, collective_backend, device_name, host_name, software_versions
 from cost_model.measure.sampling import Bench, Series, bench_of, by_device
 from cost_model.measurements import SampledCurve, median
 from cost_model.mesh import MeshSpec
-from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (
     COLD_NBYTES,
     compile_group,

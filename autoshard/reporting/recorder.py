@@ -14,12 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from autoshard.reporting.probe import Probed, TimedCompiler
-from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
+from autoshard.reporting.tracks import PHASES, PeakCounter, Probed, TimedCompiler, Tracks, run_tracks
 from autoshard.runtime.compiled_pieces import StepInPieces
-from autoshard.runtime.leaves import conform
+from autoshard.runtime.leaves import Compiler, PieceCode, PiecesOnRank, conform
 from autoshard.runtime.observe import InPieces, PhaseRun
-from autoshard.runtime.piece_code import Compiler, PieceCode, PiecesOnRank
 from cost_model.measure.clock import Marks
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases

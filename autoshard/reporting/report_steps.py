@@ -32,24 +32,23 @@ from autoshard.planning import started_mesh
 from autoshard.reporting.measured import (
     MeasuredCollective,
     PeakMemory,
+    PipelineReport,
     RankFigures,
+    Report,
     StepFigures,
     put_together,
 )
-from autoshard.reporting.pipeline_report import PipelineReport, Report
-from autoshard.reporting.probe import probe
 from autoshard.reporting.recorder import Recorder, SeenInPieces, SeenWhole
-from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
-from autoshard.runtime.process_groups import axes_by_group, whole_group
+from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, probe, run_peaks
+from autoshard.runtime.process_groups import Axes, kept_on, whole_group
 from autoshard.runtime.session import Session
 from autoshard.runtime.trial_run import filled
 from autoshard.watching.agreement import everyones
-from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError, ShardingError, checked_count
 from cost_model.measure.clock import marks_of
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
+from cost_model.profile import CollectiveTime, Profile, corrected_profile
 from passes.ir.torch_dtensor import local_of
 from passes.lower.phases import Phases
 from passes.predict.prediction import Prediction
@@ -228,7 +227,7 @@ class StepReport(Report[StepFigures]):
         """`profile`, or the one the prediction was made with, with what was measured written into it.
 
         Collectives: their times become samples of their group. Kernels: all rates are scaled by how much
-        longer forward and backward computed than predicted. See `cost_model.correction`. The optimizer's
+        longer forward and backward computed than predicted. See `cost_model.profile`. The optimizer's
         phase corrects nothing: the prediction is AdamW's, whichever it was.
         """
         figures, session = self.figures, self._session
@@ -391,3 +390,8 @@ def loss_of(outputs: Any) -> Tensor:
         raise ShardingError("report: the model's outputs need no gradient\n  try: a model with a loss")
     scalars = [t for t in tensors if t.ndim == 0]
     return scalars[0] if scalars else tensors[0].float().square().mean()
+
+
+def axes_by_group(mesh: DeviceMesh) -> Mapping[str, Axes]:
+    """The inverse of what `groups_for` gave so far: name of a process group -> its axes."""
+    return {group.group_name: axes for axes, group in kept_on(mesh, "groups").items()}

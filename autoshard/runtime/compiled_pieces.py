@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.leaves import InputSide, Leaves, conform
+from autoshard.runtime.leaves import CompilesGraphs, InputSide, Leaves, Like, PieceCode, PiecesOnRank, fitted
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
-from autoshard.runtime.piece_code import CompilesGraphs, Like, PieceCode, PiecesOnRank
 from autoshard.runtime.step import AtOnce, Body, Tensors
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled
@@ -58,8 +57,7 @@ class GradientProgram:
             leave(self._left, self.run(inputs), known)  # type: ignore[arg-type]
             return
         run, takes = self._later
-        given = zip(sums, takes[len(inputs) :], strict=True)
-        inputs += [conform(value, like) for value, like in given]  # type: ignore[arg-type]
+        inputs += fitted(sums, takes[len(inputs) :])  # type: ignore[arg-type]
         found = run(inputs)
         known.update((self._left[place].name, found[place]) for place in self._places)  # type: ignore[misc]
         leave([self._left[i] for i in self._others], [found[i] for i in self._others], known)  # type: ignore[misc]
@@ -72,32 +70,33 @@ class CompiledPiece:
     """
 
     def __init__(self, code: PieceCode) -> None:
-        self._parts, self._compile = parts, compile_ = code.parts, code.compile_
+        parts, self._compile = code.parts, code.compile_
+        compile_ = self._compile
         phases = parts.piece.complete()
         pairs = list(zip(parts.given, parts.piece.inputs, strict=True))
         self._given = [one for one, spec in pairs if spec.kind != "tangent"]
         self._tangents = [one for one, spec in pairs if spec.kind == "tangent"]
-        self._outputs = len(phases.outputs)
+        count = len(phases.outputs)
+        self._outputs, self._gradients = parts.left[:count], parts.left[count:]
         self._forward, self._takes = compile_(phases.forward)
         self.backward_graph: Backward | None = phases.backward
         if phases.backward is not None:
-            self._backward = GradientProgram(phases.backward.module, parts.left[self._outputs :], compile_)
+            self._backward = GradientProgram(phases.backward.module, self._gradients, compile_)
         self._halves: BackwardHalves | None = None
 
     def forward(self, known: Known) -> list[Any]:
         """Adds to `known` what it leaves; returns what its backward takes, less the tangents."""
         given = given_values(self._given, known)
-        early = [conform(value, like) for value, like in zip(given, self._takes, strict=True)]
+        early = fitted(given, self._takes)
         results = self._forward(list(early))
         backward = self.backward_graph
         saved = set() if backward is None else set(backward.saved)
         # Sums are made in place, and the backward of this piece may run after other pieces' forwards.
-        left = self._parts.left[: self._outputs]
         found = [
             value.clone() if place in saved and one.how in IN_PLACE and value is not None else value
-            for place, (one, value) in enumerate(zip(left, results[: self._outputs], strict=True))
+            for place, (one, value) in enumerate(zip(self._outputs, results, strict=False))
         ]
-        leave(left, found, known)  # type: ignore[arg-type]
+        leave(self._outputs, found, known)  # type: ignore[arg-type]
         if backward is None:
             return []
         return [*(early[i] for i in backward.passed), *(results[i] for i in backward.saved)]
@@ -116,14 +115,14 @@ class CompiledPiece:
         later = [inputs[i] for i in halves.given]
         found = list(self._run_input(inputs))
         count = len(halves.first)
-        self._leave(halves.first, found[:count], known)
+        leave([self._gradients[place] for place in halves.first], found[:count], known)  # type: ignore[arg-type]
         return later + found[count:]
 
     def backward_weight(self, known: Known, kept: list[Any]) -> None:
         """All other gradients. kept: as `backward_input` returned it; emptied."""
         if self.backward_graph is not None:
             assert self._halves is not None, "backward_weight follows backward_input"
-            inputs = [conform(value, like) for value, like in zip(kept, self._weight.takes, strict=True)]
+            inputs = fitted(kept, self._weight.takes)
             kept.clear()
             self._weight(inputs, known)
 
@@ -139,25 +138,18 @@ class CompiledPiece:
     def _split(self, first: Sequence[str]) -> BackwardHalves:
         if self._halves is None:
             assert self.backward_graph is not None
-            left = self._parts.left[self._outputs :]
-            ends = zip(self.backward_graph.gradients, left, strict=True)
+            ends = zip(self.backward_graph.gradients, self._gradients, strict=True)
             early = {end.name for end, one in ends if one.name in first}
             self._halves = self._compile.halves(self.backward_graph, early)
             self._run_input, _ = self._compile(self._halves.input)
-            second = [left[place] for place in self._halves.second]
+            second = [self._gradients[place] for place in self._halves.second]
             self._weight = GradientProgram(self._halves.weight, second, self._compile)
         return self._halves
 
     def _given_back(self, known: Known, kept: list[Any]) -> list[Any]:
-        tangents = given_values(self._tangents, known)
-        given = zip([*kept, *tangents], self._backward.takes, strict=True)
-        inputs = [conform(value, like) for value, like in given]
+        inputs = fitted([*kept, *given_values(self._tangents, known)], self._backward.takes)
         kept.clear()
         return inputs
-
-    def _leave(self, places: Sequence[int], found: Sequence[Any], known: Known) -> None:
-        left = self._parts.left[self._outputs :]
-        leave([left[place] for place in places], found, known)
 
 
 class PiecesRun:
@@ -179,13 +171,13 @@ class PiecesRun:
     def begin(self, known: Known) -> None:
         """known: values of the placeholders that a step is given."""
         self.known, first = known, self.parts[0]
-        taken = [conform(known[n], like) for n, like in zip(first.taken, self._takes, strict=True)]
+        taken = fitted(map(known.__getitem__, first.taken), self._takes)
         known.update(zip(first.made, self._before(taken), strict=True))  # type: ignore[arg-type]
 
     def end(self, given: Sequence[str]) -> list[Tensor | None]:
         """The results of the step, of which nothing is kept. given: names of the placeholders."""
         known, first, self.known = self.known, self.parts[0], Known()
-        read = [conform(known[n], like) for n, like in zip(first.read, self._reads, strict=True)]
+        read = fitted(map(known.__getitem__, first.read), self._reads)
         known.update(zip(first.ended, self._after(read), strict=True))  # type: ignore[arg-type]
         return step_results(first, known, given)
 

@@ -1,23 +1,31 @@
-"""The leaves of one kind of call: tensors as the caller has them, and as a rank's program takes them."""
+"""The leaves of one kind of call: tensors as the caller has them, and as a rank's program takes them.
+
+And a rank's programs of the pieces of a batch, with what compiles their graphs.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import GraphOutput, JointGraph, node_value
+from passes.compile.compile_graph import Compiled, compile_graph
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
+from passes.lower.phases import Backward, BackwardHalves, split_backward
+from passes.lower.piecewise import RankPieces, pieces_of, without_gradients
+from passes.lower.rank_program import RankProgram
 
 Returned = Literal["global", "local", "dtensor"]
 
@@ -128,6 +136,10 @@ def conform(value: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=value.device).copy_(value)
 
 
+def fitted(values: Iterable[Tensor], likes: Iterable[Tensor]) -> list[Tensor]:
+    return [conform(value, like) for value, like in zip(values, likes, strict=True)]
+
+
 def expected(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Shapes, strides and dtypes alone (meta tensors) of a graph's placeholders."""
     return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in values)
@@ -225,3 +237,88 @@ class Leaves:
         if found is value and position not in self.may_slice:
             self._known[position] = weakref.ref(value)
         return found
+
+
+Like = Sequence[Tensor]
+
+
+class CompilesGraphs(Protocol):
+    @property
+    def joins(self) -> bool:
+        """Whether programs are to be joined before."""
+        ...
+
+    def __call__(self, module: fx.GraphModule, adding: Sequence[int] = ()) -> tuple[Compiled, Like]:
+        """The compiled graph, and how its inputs look. adding: as for `compile_graph`."""
+        ...
+
+    def halves(self, backward: Backward, first: Collection[str]) -> BackwardHalves:
+        """As `split_backward`, once."""
+        ...
+
+
+class Compiler:
+    """Equal graphs are compiled once: pieces mostly are."""
+
+    def __init__(self, backend: str) -> None:
+        self.joins = backend == "eager"  # a compiler joins more itself
+        self._backend = backend
+        self._known: dict[str, tuple[Compiled, tuple[Tensor, ...]]] = {}
+
+    def __call__(self, module: fx.GraphModule, adding: Sequence[int] = ()) -> tuple[Compiled, Like]:
+        text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
+        values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+        results: Any = module.graph.output_node().args[0]
+        values += [results[place].meta["val"] for place in adding]
+        key = f"{text} {adding} {[(v.shape, v.stride(), v.dtype) for v in values]}"
+        if key not in self._known:
+            self._known[key] = compile_graph(module, self._backend, adding), expected(values)
+        return self._known[key]
+
+    def halves(self, backward: Backward, first: Collection[str]) -> BackwardHalves:
+        return split_backward(backward, first)
+
+
+@dataclass(frozen=True)
+class PieceCode:
+    """A rank's program of one piece, and what compiles its graphs."""
+
+    parts: RankPieces
+    compile_: CompilesGraphs
+
+
+class PiecesOnRank:
+    """A rank's programs of all pieces of a batch, in their order, of the whole model or of a stage. pieces: of the
+    joint graph that they are of."""
+
+    def __init__(self, programs: Sequence[RankProgram], pieces: int, compile_: CompilesGraphs) -> None:
+        self.programs, self._pieces, self._compile = tuple(programs), pieces, compile_
+        self.inputs, self.outputs = programs[0].inputs, programs[0].outputs
+
+    @property
+    def count(self) -> int:
+        return len(self.programs)
+
+    @cached_property
+    def codes(self) -> list[PieceCode]:
+        parts = [pieces_of(program, self._pieces) for program in self.programs]
+        return [PieceCode(one.joined() if self._compile.joins else one, self._compile) for one in parts]
+
+    def placeholders(self, piece: int = 0) -> list[tuple[GraphInput, str, Tensor]]:
+        """Inputs of a piece's program: what each means, its name, and how it looks."""
+        nodes = self.programs[piece].local.module.graph.find_nodes(op="placeholder")
+        return [(spec, n.name, n.meta["val"]) for spec, n in zip(self.inputs, nodes, strict=True)]
+
+    @property
+    def tangents(self) -> list[tuple[GraphInput, str, Tensor]]:
+        """Those of the inputs that are read."""
+        return [one for one in self.placeholders() if one[0].kind == "tangent" and one[1] in self.reads]
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of the inputs that are read."""
+        nodes = self.programs[0].local.module.graph.find_nodes(op="placeholder")
+        return frozenset(node.name for node in nodes if node.users)
+
+    def without_gradients(self) -> PiecesOnRank:
+        return PiecesOnRank(list(map(without_gradients, self.programs)), self._pieces, self._compile)

@@ -19,9 +19,17 @@ from autoshard.planning import in_host_order
 from autoshard.runtime.call_program import Around, CallProgram, Checks
 from autoshard.runtime.compiled_pieces import program_in_pieces
 from autoshard.runtime.executable import Home, Running
-from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
+from autoshard.runtime.leaves import (
+    CallEnds,
+    Compiler,
+    InputSide,
+    OutputSide,
+    PiecesOnRank,
+    input_sides,
+    output_shapes,
+    returned_as,
+)
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
-from autoshard.runtime.piece_code import Compiler, PiecesOnRank
 from autoshard.runtime.pipeline_program import PipelineEnds, Staging
 from autoshard.runtime.process_groups import groups_for, holders_mesh, local_device
 from autoshard.runtime.step import PhaseCode, Program

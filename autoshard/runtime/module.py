@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.call_program import Otherwise
 from autoshard.runtime.guards import Guards
-from autoshard.watching.agreement import everyones
 from cost_model.errors import ShardingError
 from passes.ir.process_state import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
@@ -233,25 +230,3 @@ def _autocast() -> Hashable:
 
 
 T = TypeVar("T")
-
-
-class Copies(Generic[T]):
-    """The copies that wait for a plan. They are not kept alive."""
-
-    def __init__(self) -> None:
-        self._made: list[weakref.ref[T]] = []
-
-    def add(self, copy: T) -> None:
-        self._made.append(weakref.ref(copy))
-
-    def everywhere(self, mesh: DeviceMesh) -> Iterator[T]:
-        """Those that every rank still has. Collective: the collector of one rank may be ahead of another's."""
-        alive = {number: found for number, ref in enumerate(self._made) if (found := ref()) is not None}
-        common = set.intersection(*everyones(mesh, set(alive)))
-        return (alive[number] for number in sorted(common))
-
-
-def same_parameters(model: nn.Module, other: nn.Module) -> bool:
-    """Whether both have the same names and shapes, so that the layouts of one fit the other."""
-    shapes = [[(n, p.shape) for n, p in m.named_parameters(remove_duplicate=False)] for m in (model, other)]
-    return shapes[0] == shapes[1]

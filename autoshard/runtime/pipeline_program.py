@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,22 +16,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.leaves import InputSide, Leaves
+from autoshard.runtime.leaves import InputSide, Leaves, PiecesOnRank
 from autoshard.runtime.observe import StageRecorder, StepPart
-from autoshard.runtime.piece_code import PiecesOnRank
 from autoshard.runtime.pipeline_stage import (
     PipelineStage,
     StageOnRank,
     StageRun,
     run_pieces,
     run_pieces_forward,
-    torch_schedule,
 )
 from autoshard.runtime.step import AtOnce, Tensors
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
+from passes.stages.pipeline_orders import ORDERS
 from passes.stages.stage_graph import StageGraph
 
 
@@ -213,3 +213,13 @@ def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[i
     pairs = zip(ends.inputs, ends.values, strict=True)
     read = [(spec.index, v) for spec, v in pairs if spec.kind == "tangent" and spec.index in ends.read]
     return [(index, own.get(index, value)) for index, value in read]
+
+
+def torch_schedule(name: str, stages: Sequence[PipelineStage], pieces: int) -> Any:
+    """The schedule `name` of `passes.stages.pipeline_orders` over this rank's stages, to be run by `run_pieces`."""
+    # Imports Dynamo, which takes a second that a program without stages does not need.
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    kind: Any = get_schedule_class(ORDERS[name].torch_name)
+    given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
+    return kind(given, pieces, loss_fn=lambda output, _wanted: output, scale_grads=False)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoshard.runtime.compiled_pieces import PiecesRun
+from autoshard.runtime.leaves import PiecesOnRank
 from autoshard.runtime.observe import StageRecorder, timed
-from autoshard.runtime.piece_code import PiecesOnRank
-from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
+from passes.stages.pipeline_orders import Action, ActionKind
 from passes.stages.stage_graph import Crossing, Leaf, StageEnds, StageGraph
 
 
@@ -230,16 +230,6 @@ class PipelineStage:
             return []
         peer = self.stage_index_to_group_rank[stage]
         return [dist.P2POp(way, tensor, group=self.group, group_peer=peer) for tensor in tensors]
-
-
-def torch_schedule(name: str, stages: Sequence[PipelineStage], pieces: int) -> Any:
-    """The schedule `name` of `passes.stages.pipeline_orders` over this rank's stages, to be run by `run_pieces`."""
-    # Imports Dynamo, which takes a second that a program without stages does not need.
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
-    kind: Any = get_schedule_class(ORDERS[name].torch_name)
-    given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
-    return kind(given, pieces, loss_fn=lambda output, _wanted: output, scale_grads=False)
 
 
 def run_pieces(schedule: Any, pieces: int) -> None:

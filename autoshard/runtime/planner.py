@@ -22,14 +22,7 @@ from autoshard.plan.families import Ranges, Sizes
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
 from autoshard.plan.other_sizes import check_larger
 from autoshard.plan.plan import PipelinePlan, Plan
-from autoshard.plan.plan_cache import (
-    BEST,
-    Candidate,
-    cached_candidates,
-    cached_search,
-    kept_plan,
-    plan_path,
-)
+from autoshard.plan.plan_cache import BEST, Candidate, cached_candidates, cached_search, kept_plan, plan_path
 from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
 from autoshard.plan.task import CallLayouts, Task, search_plan

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from cost_model.errors import ShardingError
 from cost_model.measure.peers import existing_group, groups_over, local_device, new_group
@@ -136,17 +135,6 @@ def pipeline_mesh_of(mesh: DeviceMesh) -> DeviceMesh | None:
     return None if part is None else part.whole
 
 
-def is_of_stages(*values: Any) -> bool:
-    """Whether one of them is a DTensor that not all stages hold."""
-    return any(isinstance(v, DTensor) and part_of(v.device_mesh) is not None for v in values)
-
-
-def pipeline_of(tensors: Iterable[Any]) -> DeviceMesh | None:
-    """The mesh of all stages of which some hold one of `tensors`; None where there is none such."""
-    meshes = (value.device_mesh for value in tensors if isinstance(value, DTensor))
-    return next((found for mesh in meshes if (found := pipeline_mesh_of(mesh)) is not None), None)
-
-
 def spec_of(mesh: DeviceMesh) -> MeshSpec:
     """A mesh by names and sizes. A rank of a part has its position in it, `place_in`, for its number."""
     if part_of(mesh) is None:
@@ -226,11 +214,6 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
             made[axes] = group
         names[axes] = made[axes].group_name
     return names
-
-
-def axes_by_group(mesh: DeviceMesh) -> Mapping[str, Axes]:
-    """The inverse of what `groups_for` gave so far: name of a process group -> its axes."""
-    return {group.group_name: axes for axes, group in kept_on(mesh, "groups").items()}
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:

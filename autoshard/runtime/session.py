@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -27,10 +28,10 @@ from autoshard.plan.task import CallLayouts
 from autoshard.planning import canonical_capture
 from autoshard.progress import Say, stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.executable import Executable, Programs, SeedStream
+from autoshard.runtime.executable import Executable, MadeAhead, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
-from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
+from autoshard.runtime.module import Built, T, dispatcher_of
 from autoshard.runtime.observe import Observer, StageRecorder
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
@@ -38,24 +39,33 @@ from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
 from autoshard.runtime.sharding import held_layouts, make_ready, move_buffers
 from autoshard.runtime.sized_calls import AtSizes, SizedAt, SizedCalls
-from autoshard.runtime.starting import FarSizes, fingerprint_of, started
-from autoshard.runtime.tuning import Tuning
-from autoshard.watching.agreement import agree, collectively, everyones
-from autoshard.watching.check_calls import (
-    CheckCalls,
-    Replicas,
-    checked_inputs,
-    local_call,
-    tensor_shapes,
+from autoshard.runtime.starting import (
+    FarSizes,
+    StartingHome,
+    is_to_rehearse,
+    keep_tuned,
+    race,
+    rehearsed,
+    search_beside,
 )
+from autoshard.runtime.tuning import Tuning, was_compiled
+from autoshard.version import __version__
+from autoshard.watching.agreement import agree, collectively, everyones
+from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
 from autoshard.watching.watch import watch_of
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from passes.canonicalize.mark_rows import experts_of
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.ir.joint import JointGraph
+from passes.ir.routing import check_experts
 from passes.ir.size_names import dynamic_dims
+from passes.ir.torch_inductor import warm_inductor
 from passes.ir.torch_sizes import marked_dims
+from passes.plan.describe import graph_hash
+from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
 
 _log = logging.getLogger("autoshard")
@@ -78,7 +88,7 @@ class Session:
         self.observers: list[Observer] = []
         self.stage_clocks: list[StageRecorder] = []
         self.seeds = SeedStream()
-        self._copies: Copies[Session] = Copies()
+        self._copies: _Copies[Session] = _Copies()
         self.copied = False  # copies are averaged with the model, and have its layouts
         self.tunings: list[Tuning] = []
         self._far = FarSizes(self)
@@ -141,7 +151,7 @@ class Session:
             captured, sized = collectively(self.mesh, capture, what="capture", detail=detail)
         ends = self.settings.ends(self.spec, whole())
         layouts = ends(captured, whole().layouts)
-        fingerprint = fingerprint_of(self.settings, captured.joint, whole())
+        fingerprint = _fingerprint_of(self.settings, captured.joint, whole())
         tensors, key = flatten_call(args, kwargs)
         agree(self.mesh, {**fingerprint, "mark_dynamic": str([sorted(marked_dims(t)) for t in tensors])})
         making = Call(self, captured, layouts, tensors)
@@ -266,7 +276,7 @@ class Session:
         if self.plan is None:
             copies = [c for c in self._copies.everywhere(self.mesh) if c.plan is None]
             for session in copies:
-                if same_parameters(session.model, self.model):
+                if _same_parameters(session.model, self.model):
                     session._take(plan)
         self._take(plan)
 
@@ -293,3 +303,96 @@ class Session:
         if self.plan is None:
             self._copies.add(twin)
         return twin
+
+
+class _Copies(Generic[T]):
+    """The copies that wait for a plan. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[T]] = []
+
+    def add(self, copy: T) -> None:
+        self._made.append(weakref.ref(copy))
+
+    def everywhere(self, mesh: DeviceMesh) -> Iterator[T]:
+        """Those that every rank still has. Collective: the collector of one rank may be ahead of another's."""
+        alive = {number: found for number, ref in enumerate(self._made) if (found := ref()) is not None}
+        common = set.intersection(*everyones(mesh, set(alive)))
+        return (alive[number] for number in sorted(common))
+
+
+def _same_parameters(model: nn.Module, other: nn.Module) -> bool:
+    """Whether both have the same names and shapes, so that the layouts of one fit the other."""
+    shapes = [[(n, p.shape) for n, p in m.named_parameters(remove_duplicate=False)] for m in (model, other)]
+    return shapes[0] == shapes[1]
+
+
+def _fingerprint_of(settings: Settings, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
+    """What all ranks must have alike before they plan a call."""
+    return {
+        "torch": torch.__version__,
+        "autoshard": __version__,
+        "inputs": str(whole.shapes),
+        "model and its code (canonical graph)": graph_hash(joint),
+        "rules (register_rule)": hashlib.sha256(str(users_rules(joint.graph)).encode()).hexdigest()[:8],
+        **settings.described(),
+    }
+
+
+def started(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> Programs:
+    """All ranks together."""
+    settings = home.settings
+    if home.plan is None:
+        check_experts(settings.routing, experts_of(call.whole.joint.graph))
+    if settings.starts_at_once and (home.plan is None or settings.tune != "off"):
+        return _at_once(home, planner, call, fingerprint)
+    return _ahead(home, planner, call, fingerprint)
+
+
+def _ahead(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> MadeAhead:
+    backend, first = home.settings.backend, home.plan is None
+    with home.stages("finding a plan", fingerprint) as say:
+        planner = replace(planner, say=say)
+        refined = planner.refined(call.whole, call.layouts) if first else None
+        found = home.planned(planner, call.whole, call.layouts, refined)
+    plan, made = race(call, found)
+    if first and planner.may_rehearse and is_to_rehearse(plan, home.settings.time_limit):
+        with home.stages("rehearsing the plan", fingerprint):
+            plan, made = rehearsed(call, plan, made)
+        if refined is not None and plan.rehearsed is not None:
+            refined.keep(plan)  # for the next start
+    program = made(backend if first else "eager")
+    home.settle(plan)
+    later = None if first or backend == "eager" else lambda: made(backend)
+    return MadeAhead(call.running(plan, program), later)
+
+
+def _at_once(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> Tuning:
+    """A plan that is found soon, op by op; what is better is made beside the steps, unless that is off."""
+    backend, first, work = home.settings.backend, home.plan is None, None
+    store = planner.store() if first else None
+    with home.stages("finding a plan", fingerprint) as say:
+        if first:
+            planner = replace(planner, say=say)
+            plan, tuned, seed = planner.quick(call.whole, call.layouts, store)
+            home.seeds.start(seed)
+            home.tell_fallbacks(plan)
+        else:
+            plan, tuned = home.replanned(call), False
+    made = call.made(plan)
+    compiled = first and (home.settings.tune == "off" or was_compiled(home, plan, call.kind))
+    program = made(backend if compiled else "eager")
+    home.settle(plan)
+    if first and not tuned and home.settings.tune == "background":
+        work = search_beside(planner, call, plan, store)
+        if (
+            work is None and home.mesh.get_rank() == 0
+        ):  # nothing better is looked for at the next start either
+            keep_tuned(planner.task(call.whole, call.layouts, home.settings.pins), plan)
+    to_compile = None if compiled or backend == "eager" else made
+    if to_compile is not None and backend == "inductor":
+        warm_inductor()
+    begin = 2 if first else 3  # a last, smaller batch comes once an epoch
+    tuning = Tuning(home, call, call.running(plan, program), to_compile, begin=begin, search=work)
+    home.tunings.append(tuning)
+    return tuning

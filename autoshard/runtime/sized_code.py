@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, fx
 
 from autoshard.runtime.call_program import Around, CallProgram
 from autoshard.runtime.executable import Home
-from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.piece_code import Compiler, Like
+from autoshard.runtime.leaves import CallEnds, Compiler, Like
+from autoshard.runtime.pipeline_program import Staging
 from autoshard.runtime.step import CompiledBackward, PhaseCode, Program
 from passes.compile.compile_graph import Compiled, compile_sized
 from passes.ir.sized_graph import Looks, Numbers, Sized, SizedModule
@@ -81,34 +82,56 @@ class CompilerAt:
         return self.made.halves(backward, first)
 
 
-class SizedPhases:
-    """A rank's phases in symbols, compiled. ends: where they meet the caller, in symbols as well. met: those, and how
-    the forward's inputs and the backward's tangents look.
+@dataclass(frozen=True)
+class Lowered:
+    """In symbols. programs: of the whole model, or of each of this rank's stages; of one piece. pieces: of the graphs
+    that they are of. ends: where they meet the caller. staging: of a pipeline."""
+
+    programs: Sequence[RankProgram]
+    pieces: int
+    ends: CallEnds
+    staging: Staging | None = None
+
+
+class SizedCode(ABC):
+    """A rank's code in symbols, compiled: that of a whole batch, `SizedPhases`, or of a piece.
 
     codes: how what depends on sizes is computed. holds: what was asked of the sizes on this rank."""
 
     def __init__(
         self,
-        program: RankProgram,
-        ends: CallEnds,
+        lowered: Lowered,
         symbols: SizeSymbols,
         backend: str = "eager",
         compile_as: CompileSized = compile_sized,
     ) -> None:
-        self.program, self.symbols, self.backend = program, symbols, backend
+        self.lowered, self.symbols, self.backend, self._compile_as = lowered, symbols, backend, compile_as
         numbers = Numbers(symbols)
         self.compile_ = SizedCompiler(symbols, numbers, backend, compile_as)
-        self.code = PhaseCode(program, self.compile_)
-        deque(self.code.prepared(), maxlen=0)
-        phases, usual = program.phases, self.code.backwards.values()
-        graphs = [phases.forward, *(one.module for one in (phases.backward, *usual) if one is not None)]
-        self._ends = ends
-        self.met = Sized((ends, self.code.values, self.code.tangents), numbers)
-        self._graphs = [SizedModule(graph, numbers) for graph in graphs]
+        self._compile_all(numbers)
         self.codes, self.holds = numbers.codes(), numbers.holds()
 
-    def compiled(self, backend: str) -> SizedPhases:
-        return SizedPhases(self.program, self._ends, self.symbols, backend)
+    @abstractmethod
+    def _compile_all(self, numbers: Numbers) -> None: ...
+
+    @abstractmethod
+    def rank_program(self, numbers: Sequence[Any]) -> RankProgram: ...
+
+    def compiled(self, backend: str) -> Self:
+        return type(self)(self.lowered, self.symbols, backend, self._compile_as)
+
+
+class SizedPhases(SizedCode):
+    """met: where the phases meet the caller, and how the forward's inputs and the backward's tangents look."""
+
+    def _compile_all(self, numbers: Numbers) -> None:
+        (self.program,) = self.lowered.programs
+        self.code = PhaseCode(self.program, self.compile_)
+        deque(self.code.prepared(), maxlen=0)
+        phases, usual = self.program.phases, self.code.backwards.values()
+        graphs = [phases.forward, *(one.module for one in (phases.backward, *usual) if one is not None)]
+        self.met = Sized((self.lowered.ends, self.code.values, self.code.tangents), numbers)
+        self._graphs = [SizedModule(graph, numbers) for graph in graphs]
 
     def rank_program(self, numbers: Sequence[Any]) -> RankProgram:
         return replace(self.program, split=self.graphs(numbers)[0])

@@ -23,13 +23,20 @@ from autoshard.runtime.beside import Beside, compiling
 from autoshard.runtime.call_program import Around, CallProgram
 from autoshard.runtime.compiled_pieces import PiecesRun, call_gradients, program_in_pieces
 from autoshard.runtime.executable import Home
-from autoshard.runtime.leaves import CallEnds
+from autoshard.runtime.leaves import Compiler, PieceCode, PiecesOnRank
 from autoshard.runtime.making import Call, ends_of, lowered_stages, lowered_whole, staging_of
-from autoshard.runtime.piece_code import Compiler, PieceCode, PiecesOnRank
 from autoshard.runtime.pipeline_program import Staging, pipeline_gradients
 from autoshard.runtime.pipeline_stage import StageOnRank, StageRun
 from autoshard.runtime.process_groups import groups_for, local_device
-from autoshard.runtime.sized_code import CompilerAt, CompileSized, PhaseCodeAt, SizedCompiler, SizedPhases
+from autoshard.runtime.sized_code import (
+    CompilerAt,
+    CompileSized,
+    Lowered,
+    PhaseCodeAt,
+    SizedCode,
+    SizedCompiler,
+    SizedPhases,
+)
 from autoshard.watching.agreement import collectively, everyones
 from passes.compile.compile_graph import compile_sized
 from passes.ir.joint import GraphInput
@@ -98,31 +105,11 @@ class _PiecesAt(PiecesOnRank):
         return _PiecesAt(self._early, ())
 
 
-@dataclass(frozen=True)
-class LoweredPiece:
-    """In symbols. programs: of one piece, of the whole model or of each of this rank's stages. pieces: of the graphs
-    that they are of. staging: of a pipeline."""
+class SizedPieces(SizedCode):
+    """Of a piece."""
 
-    programs: Sequence[RankProgram]
-    pieces: int
-    ends: CallEnds
-    staging: Staging | None = None
-
-
-class SizedPieces:
-    """As `SizedPhases`, a piece."""
-
-    def __init__(
-        self,
-        lowered: LoweredPiece,
-        symbols: SizeSymbols,
-        backend: str = "eager",
-        compile_as: CompileSized = compile_sized,
-    ) -> None:
-        self.lowered, self.symbols, self.backend = lowered, symbols, backend
-        self._compile_as = compile_as
-        numbers = Numbers(symbols)
-        compile_ = SizedCompiler(symbols, numbers, backend, compile_as)
+    def _compile_all(self, numbers: Numbers) -> None:
+        lowered, compile_ = self.lowered, self.compile_
         pieces = [PiecesOnRank([program], lowered.pieces, compile_) for program in lowered.programs]
         staging = lowered.staging
         if staging is None:
@@ -135,22 +122,13 @@ class SizedPieces:
             if gradients.has_loss
             else [_SizedPiece(one.without_gradients(), numbers, compile_) for one in pieces]
         )
-        self._compile_all()
+        for place, one in (*enumerate(self.stages), *enumerate(self.early)):
+            if staging is None:
+                PiecesRun(one.pieces.codes).prepare()
+            else:
+                StageRun(StageOnRank(staging.graphs[place], one.pieces)).prepare_for(staging.schedule)
         self.ends = Sized(lowered.ends, numbers)
         self._met = None if staging is None else Sized(staging.ends, numbers)
-        self.codes, self.holds = numbers.codes(), numbers.holds()
-
-    def _compile_all(self) -> None:
-        staging = self.lowered.staging
-        for sized in (self.stages, self.early):
-            for place, one in enumerate(sized):
-                if staging is None:
-                    PiecesRun(one.pieces.codes).prepare()
-                else:
-                    StageRun(StageOnRank(staging.graphs[place], one.pieces)).prepare_for(staging.schedule)
-
-    def compiled(self, backend: str) -> SizedPieces:
-        return SizedPieces(self.lowered, self.symbols, backend, self._compile_as)
 
     def rank_program(self, numbers: Sequence[Any]) -> RankProgram:
         return self.stages[0].program(numbers)
@@ -189,7 +167,11 @@ class _PiecesCodeAt:
         return program_in_pieces(pieces[0], self.ends.inputs, home.spec, rank, device, home.observers, around)
 
 
-SizedCode = SizedPhases | SizedPieces
+def code_of(lowered: Lowered, symbols: SizeSymbols, compile_as: CompileSized = compile_sized) -> SizedCode:
+    kind = SizedPhases if lowered.staging is None and lowered.pieces == 1 else SizedPieces
+    return kind(lowered, symbols, compile_as=compile_as)
+
+
 _CodeAt = PhaseCodeAt | _PiecesCodeAt
 
 _log = logging.getLogger("autoshard")
@@ -376,6 +358,4 @@ def _lowered(call: Call, one: InSymbols) -> SizedCode:
         ours = [lowered_whole(home, one.graph, plan)]
     programs = [program for (program,) in ours]
     ends = ends_of(home.mesh, one.graph, call.layouts, plan)
-    if staging is None and one.graph.pieces == 1:
-        return SizedPhases(programs[0], ends, one.symbols)
-    return SizedPieces(LoweredPiece(programs, one.graph.pieces, ends, staging), one.symbols)
+    return code_of(Lowered(programs, one.graph.pieces, ends, staging), one.symbols)

@@ -18,11 +18,9 @@ from torch.utils import _pytree as pytree
 
 from autoshard.runtime.process_groups import (
     PartOf,
-    is_of_stages,
     local_device,
     part_of,
     pipeline_mesh_of,
-    pipeline_of,
     place_in,
     whole_group,
 )
@@ -92,7 +90,7 @@ def _gathered(value: DTensor, part: PartOf, plain: Callable[..., Tensor]) -> Ten
 def _unscale(plain: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradients, found, inverse = args
-        pipeline = pipeline_of(gradients)
+        pipeline = _pipeline_of(gradients)
         if pipeline is None:
             return plain(op, args, kwargs)
         parts = [part for part in map(local_of, gradients) if part.numel()]
@@ -110,7 +108,7 @@ def _total_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         given = _listed(tensors)
-        pipeline = pipeline_of(given)
+        pipeline = _pipeline_of(given)
         if pipeline is None:
             return plain(given, norm_type, error_if_nonfinite, foreach)
         total = torch.linalg.vector_norm(_norms(given, float(norm_type), pipeline), float(norm_type))
@@ -133,7 +131,7 @@ def _clip(plain: Callable[..., None]) -> Callable[..., None]:
     @torch.no_grad()
     def clip(parameters: Any, *rest: Any, **options: Any) -> None:
         given = _listed(parameters)
-        if pipeline_of([p.grad for p in given]) is None:
+        if _pipeline_of([p.grad for p in given]) is None:
             return plain(given, *rest, **options)
         whole = lambda value: value.full_tensor() if isinstance(value, DTensor) else value
         plain(_parts(given), *map(whole, rest), **{name: whole(value) for name, value in options.items()})
@@ -215,7 +213,7 @@ def _gather(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def gather(state_dict: Any, *, cpu_offload: bool = False, ranks_only: Any = (), **options: Any) -> Any:
         def whole(value: Any) -> Any:
-            if not is_of_stages(value):
+            if not _is_of_stages(value):
                 return value
             found = value.detach().full_tensor()
             if ranks_only and dist.get_rank() not in ranks_only:
@@ -233,7 +231,7 @@ def _distribute(plain: Callable[..., None]) -> Callable[..., None]:
 
     def distribute(local_state_dict: dict[str, Any], keys: list[str], *rest: Any, **options: Any) -> None:
         pairs = {key: local_state_dict.get(key) for key in keys}
-        ours = [key for key, pair in pairs.items() if isinstance(pair, tuple) and is_of_stages(pair[0])]
+        ours = [key for key, pair in pairs.items() if isinstance(pair, tuple) and _is_of_stages(pair[0])]
         for key in ours:
             local, whole = local_state_dict[key]
             shard = like_parameter(whole, local)
@@ -256,3 +254,14 @@ def complete_stage_ops() -> None:
     wrap_dtensor_handler(unscaling_op(), _unscale)
     wrap_in_torch(GATHER_STATE, _gather)
     wrap_in_torch(DISTRIBUTE_STATE, _distribute)
+
+
+def _is_of_stages(*values: Any) -> bool:
+    """Whether one of them is a DTensor that not all stages hold."""
+    return any(isinstance(v, DTensor) and part_of(v.device_mesh) is not None for v in values)
+
+
+def _pipeline_of(tensors: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh of all stages of which some hold one of `tensors`; None where there is none such."""
+    meshes = (value.device_mesh for value in tensors if isinstance(value, DTensor))
+    return next((found for mesh in meshes if (found := pipeline_mesh_of(mesh)) is not None), None)

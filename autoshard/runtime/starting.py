@@ -1,49 +1,56 @@
 """From a kind of call to its programs: all before the first step, or at once, and the rest beside the steps; and
-beside them too, once, what the layouts of the first plan lose at sizes far from its own."""
+beside them too, once, what the layouts of the first plan lose at sizes far from its own.
+
+The race, a last word by the clock: the best plans run for a few real steps, and the fastest is kept; one is rehearsed.
+All ranks come here together. What is local may fail on one rank, and then fails on all; in a step, where ranks wait for
+each other, a rank that fails ends the others (`agreement.in_company`).
+"""
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import itertools
+import logging
 import math
-from collections.abc import Hashable, Iterator
+import statistics
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.global_call import GlobalCall
 from autoshard.plan.crossovers import size_crossovers
+from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.division import Division
 from autoshard.plan.families import Again
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_cache import cached_search, keep_plan
+from autoshard.plan.plan_cache import Candidate, cached_search, keep_plan
+from autoshard.plan.plan_content import Raced
+from autoshard.plan.plan_words import plan_words, race_lines
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.progress import Say, tell, teller
 from autoshard.refine.refine import Refined, refining
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import is_worth_it, refining_seconds
 from autoshard.runtime.beside import TIMING_SHARE, Beside, Better, Search, Talk
-from autoshard.runtime.executable import MadeAhead, Programs
-from autoshard.runtime.making import Call
+from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.making import Call, Made
 from autoshard.runtime.module import Mode
-from autoshard.runtime.planner import Found, Planner, Settings, tuned_path
-from autoshard.runtime.race import is_to_rehearse, race, rehearsed
-from autoshard.runtime.tuning import TunedHome, Tuning, was_compiled
-from autoshard.version import __version__
+from autoshard.runtime.observe import StageRecorder, unobserved
+from autoshard.runtime.planner import Found, Planner, tuned_path
+from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
+from autoshard.runtime.tuning import TunedHome
+from autoshard.watching.agreement import everyones, from_first
+from cost_model.compute import TimedPrices
 from cost_model.deadline import Deadline
-from cost_model.memory import format_seconds
-from cost_model.timed import TimedPrices
-from passes.canonicalize.mark_rows import experts_of
+from cost_model.errors import RankError
+from cost_model.measure.clock import Marks
+from cost_model.memory import format_bytes, format_seconds
 from passes.capture import Captured
-from passes.ir.joint import JointGraph
-from passes.ir.routing import check_experts
+from passes.ir.process_state import random_state_kept
 from passes.ir.size_names import Shapes, named_sizes, size_named
-from passes.ir.torch_inductor import warm_inductor
-from passes.plan.describe import graph_hash
-from passes.rules.core.rule_registry import users_rules
 
 WORTH = 0.05
 """Share of a short step that a better plan must save for a search to go on beside it."""
@@ -129,77 +136,6 @@ class StartingHome(TunedHome, Protocol):
     def settle(self, plan: Plan) -> None: ...
 
 
-def fingerprint_of(settings: Settings, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
-    """What all ranks must have alike before they plan a call."""
-    return {
-        "torch": torch.__version__,
-        "autoshard": __version__,
-        "inputs": str(whole.shapes),
-        "model and its code (canonical graph)": graph_hash(joint),
-        "rules (register_rule)": hashlib.sha256(str(users_rules(joint.graph)).encode()).hexdigest()[:8],
-        **settings.described(),
-    }
-
-
-def started(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> Programs:
-    """All ranks together."""
-    settings = home.settings
-    if home.plan is None:
-        check_experts(settings.routing, experts_of(call.whole.joint.graph))
-    if settings.starts_at_once and (home.plan is None or settings.tune != "off"):
-        return _at_once(home, planner, call, fingerprint)
-    return _ahead(home, planner, call, fingerprint)
-
-
-def _ahead(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> MadeAhead:
-    backend, first = home.settings.backend, home.plan is None
-    with home.stages("finding a plan", fingerprint) as say:
-        planner = replace(planner, say=say)
-        refined = planner.refined(call.whole, call.layouts) if first else None
-        found = home.planned(planner, call.whole, call.layouts, refined)
-    plan, made = race(call, found)
-    if first and planner.may_rehearse and is_to_rehearse(plan, home.settings.time_limit):
-        with home.stages("rehearsing the plan", fingerprint):
-            plan, made = rehearsed(call, plan, made)
-        if refined is not None and plan.rehearsed is not None:
-            refined.keep(plan)  # for the next start
-    program = made(backend if first else "eager")
-    home.settle(plan)
-    later = None if first or backend == "eager" else lambda: made(backend)
-    return MadeAhead(call.running(plan, program), later)
-
-
-def _at_once(home: StartingHome, planner: Planner, call: Call, fingerprint: object) -> Tuning:
-    """A plan that is found soon, op by op; what is better is made beside the steps, unless that is off."""
-    backend, first, work = home.settings.backend, home.plan is None, None
-    store = planner.store() if first else None
-    with home.stages("finding a plan", fingerprint) as say:
-        if first:
-            planner = replace(planner, say=say)
-            plan, tuned, seed = planner.quick(call.whole, call.layouts, store)
-            home.seeds.start(seed)
-            home.tell_fallbacks(plan)
-        else:
-            plan, tuned = home.replanned(call), False
-    made = call.made(plan)
-    compiled = first and (home.settings.tune == "off" or was_compiled(home, plan, call.kind))
-    program = made(backend if compiled else "eager")
-    home.settle(plan)
-    if first and not tuned and home.settings.tune == "background":
-        work = search_beside(planner, call, plan, store)
-        if (
-            work is None and home.mesh.get_rank() == 0
-        ):  # nothing better is looked for at the next start either
-            keep_tuned(planner.task(call.whole, call.layouts, home.settings.pins), plan)
-    to_compile = None if compiled or backend == "eager" else made
-    if to_compile is not None and backend == "inductor":
-        warm_inductor()
-    begin = 2 if first else 3  # a last, smaller batch comes once an epoch
-    tuning = Tuning(home, call, call.running(plan, program), to_compile, begin=begin, search=work)
-    home.tunings.append(tuning)
-    return tuning
-
-
 class FarSizes:
     """Of one model: rank 0 looks.
 
@@ -264,3 +200,181 @@ def _tell_far(plan: Plan, again: Again, name: str, size: int, say: Say, talk: Ta
             f"from {won.size} {side}, as predicted: there a new autoshard(...) of such a call pays ({won.words})"
         )
         talk.send(True)
+
+
+_LEAST_ROUNDS = 5
+_NAME, _LEAST_STEPS = "the plan", 3
+
+_log = logging.getLogger("autoshard")
+
+Times = list[list[float]]
+"""By plan, seconds of each step on this rank."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """entry: of a candidate on this rank."""
+
+    candidate: Candidate
+    entry: RaceEntry
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+
+def race(call: Call, candidates: Sequence[Candidate]) -> tuple[Plan, Made]:
+    """The plan of the fastest, which says of the others how fast they were; and what gives its program for a backend.
+
+    The first candidate is the search's own, and what it raises is raised; another that cannot be compiled or has no
+    memory for its copies is left out, on all ranks. Of one candidate there is no race.
+    """
+    if len(candidates) == 1:
+        return candidates[0].plan, call.made(candidates[0].plan)
+    home = call.home
+    with unobserved(home.observers, home.stage_clocks), random_state_kept():
+        plan, program = _won(home.mesh, list(_starters(call, candidates)), home.settings.memory_limit)
+    return plan, lambda backend: program
+
+
+def _won(mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None) -> tuple[Plan, CallProgram]:
+    if len(starters) < 2:
+        return starters[0].candidate.plan, starters[0].entry.program
+    track = Track(mesh, "a race")
+    needs = [starter.candidate.plan.peak_memory for starter in starters]
+    room = track.room(memory_limit)
+    if beside_each_other(needs, room):
+        kept, mine = _in_turn(track, starters)
+    else:
+        tell(
+            mesh.get_rank(),
+            f"race: one plan after the other: beside each other they need {format_bytes(sum(needs))}, "
+            f"and there are {format_bytes(room)}",
+        )
+        kept, mine = _one_by_one(track, starters)
+    if len(kept) < 2:
+        return starters[0].candidate.plan, starters[0].entry.program
+    times = everyones(mesh, mine, what="times of a race")
+    order, seconds = from_first(mesh, lambda: _ranking(times), what="who won the race")
+    won = kept[order[0]]
+    ranked = [(kept[i].candidate, seconds[i]) for i in order]
+    result = tuple(Raced(one.name, plan_words(one.plan), one.plan.step_time, took) for one, took in ranked)
+    for line in race_lines(result):
+        tell(mesh.get_rank(), line)
+    return replace(won.candidate.plan, race=result), won.entry.program
+
+
+def beside_each_other(needs: Sequence[int], room: int) -> bool:
+    """Whether plans of these peaks fit into `room` bytes together, so that their steps can take turns."""
+    return sum(needs) <= room
+
+
+def rounds_within(seconds: float) -> int:
+    """The number of steps of each plan, where the slowest takes `seconds` a step."""
+    return steps_within(seconds, _LEAST_ROUNDS)
+
+
+def step_seconds(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """times[rank][plan][step] -> by plan, the median step of its slowest rank, seconds."""
+    return [max(statistics.median(steps) for steps in of_plan) for of_plan in zip(*times, strict=True)]
+
+
+def by_speed(seconds: Sequence[float]) -> list[int]:
+    """Positions, the fastest first; of equals the one that was predicted to be faster, which comes first."""
+    return sorted(range(len(seconds)), key=lambda i: (seconds[i], i))
+
+
+def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
+    seconds = step_seconds(times)
+    return by_speed(seconds), seconds
+
+
+def _starters(call: Call, candidates: Sequence[Candidate]) -> Iterator[Starter]:
+    for number, candidate in enumerate(candidates):
+        plan = candidate.plan
+        try:
+            entry = call.entry(plan, call.made(plan)(call.home.settings.backend))
+        except RankError:
+            raise
+        except Exception as error:  # on all ranks
+            if number == 0:
+                raise
+            _log.warning("race: without %s, which cannot run: %s", candidate.name, error)
+            continue
+        yield Starter(candidate, entry)
+
+
+def _in_turn(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
+    """A B C C B A ..., so that what else the machine does meets all alike. Nothing where the first cannot run."""
+    ready = [starter for starter in starters if track.copied(starter.name, starter.entry)]
+    if ready[:1] != list(starters[:1]):
+        return [], []
+    rounds = rounds_within(max(track.warm(one.name, one.entry) for one in ready))
+    times: Times = [[] for _ in ready]
+    for number in range(rounds):
+        places = range(len(ready))
+        for place in places if number % 2 == 0 else reversed(places):
+            times[place].append(track.step(ready[place].name, ready[place].entry))
+    for starter in ready:
+        starter.entry.free()
+    return ready, times
+
+
+def _one_by_one(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
+    """A A A B B B ..., with the copies of one at a time. Nothing where the first cannot run."""
+    ready: list[Starter] = []
+    times: Times = []
+    for starter in starters:
+        seconds = track.alone(starter.name, starter.entry, _LEAST_ROUNDS)
+        gc.collect()
+        if seconds:
+            ready.append(starter)
+            times.append(seconds)
+        if not ready:
+            break
+    return ready, times
+
+
+def is_to_rehearse(plan: Plan, time_limit: float) -> bool:
+    """Not rehearsed before, of steps that are short beside what planning may take, and worth it: under prices that were
+    timed, or would have been if there had been time for it."""
+    seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
+    worth = bool(plan.origin.timed) or is_worth_it(plan.step_time)
+    # A rehearsal may take a tenth of the time limit, as it is predicted.
+    return worth and plan.rehearsed is None and seconds <= 0.1 * time_limit
+
+
+def rehearsed(call: Call, plan: Plan, made: Made) -> tuple[Plan, Made]:
+    """`plan` with its step as measured on copies, and what gives its program; as they were where there is no room.
+
+    A refined plan's program runs for a few real steps before the first: what its prices leave out is in them.
+    """
+    home, track = call.home, Track(call.home.mesh, "a rehearsal")
+    # A limit is the plan's, which keeps it here as later; beside it is the model as it was given.
+    # Some room beyond the plan's peak: a rehearsal is no reason to fail.
+    if track.room(None) < 1.25 * plan.peak_memory:
+        return plan, made
+    with unobserved(home.observers, home.stage_clocks), random_state_kept():
+        program = made(home.settings.backend)
+        entry, recorder = call.entry(plan, program), StageRecorder(Marks())
+        if track.device_type == "cpu":  # work of GPUs goes on when its call has returned
+            home.stage_clocks.append(recorder)
+        seconds = track.alone(_NAME, entry, _LEAST_STEPS)
+    busy = [step.busy + update for step, update in zip(recorder.steps(), entry.updates, strict=False)]
+    mine = seconds, busy[-len(seconds) :]
+    times = everyones(home.mesh, mine, what="times of a rehearsal")
+    measured = all(steps for steps, _ in times)
+    return (_as_measured(plan, times) if measured else plan), lambda backend: program
+
+
+_Steps = tuple[Sequence[float], Sequence[float]]
+"""Seconds of each step on a rank, and those in which its stages and the update computed; none where it has no stages,
+or they cannot be told."""
+
+
+def _as_measured(plan: Plan, ranks: Sequence[_Steps]) -> Plan:
+    seconds = step_seconds([[steps] for steps, _ in ranks])[0]
+    if not all(busy for _, busy in ranks):
+        return rehearsed_plan(plan, seconds)
+    busy = statistics.mean(statistics.median(own) for _, own in ranks) / seconds
+    return rehearsed_plan(plan, seconds, min(1.0, busy))

@@ -12,9 +12,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients, CallProgram
-from autoshard.runtime.leaves import InputSide, Leaves, conform, own_outputs
+from autoshard.runtime.leaves import CompilesGraphs, InputSide, Leaves, Like, conform, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
-from autoshard.runtime.piece_code import CompilesGraphs, Like
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled
 from passes.ir.joint import GraphInput, GraphOutput

@@ -8,10 +8,14 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_words import plan_words
@@ -21,10 +25,11 @@ from autoshard.runtime.beside import Beside, Better, Search, Slices, compiling
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.making import Call, Lowered, Lowering, places_of
-from autoshard.runtime.optimizers import Holdings
+from autoshard.runtime.optimizers import ELEMENTWISE, live_optimizers
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import remember, remembered
 from cost_model.memory import format_seconds
+from passes.ir.torch_dtensor import take_place_of
 
 _log = logging.getLogger("autoshard")
 
@@ -92,7 +97,7 @@ class Tuning:
         self._made: CallProgram | None = None
         self._error: str | None = None
         """Why the target has no program on this rank."""
-        self._holdings: Holdings | None = None
+        self._holdings: _Holdings | None = None
         self._timing: Slices | None = None
         self._before: tuple[Running, float] | None = None
         self._since = 0
@@ -159,7 +164,7 @@ class Tuning:
         ready = self._made is not None or self._error is not None
         self._holdings = None
         if ready and target is not None and target.plan is not self.running.plan and self._is_between():
-            self._holdings = Holdings(self._home.model)
+            self._holdings = _Holdings(self._home.model)
         held = None if self._holdings is None else self._holdings.described
         search = self._search
         news = None if search is None else search.news()
@@ -292,3 +297,74 @@ def was_compiled(home: Home, plan: Plan, kind: str) -> bool:
 
 def _program(home: Home, plan: Plan, kind: str) -> tuple[object, ...]:
     return "compiled", home.settings.backend, plan.fingerprint, kind, home.mesh.get_rank()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor that is cut as its parameter is. what: "parameter", "gradient", or the kind of optimizer and the name of
+    its state."""
+
+    name: str
+    what: str
+    tensor: DTensor
+
+
+class _Holdings:
+    """All that is cut as the parameters of a model are, as it is now. The objects stay when they move: whoever holds a
+    parameter, a list of them or an optimizer has the moved ones.
+
+    described: the same on all ranks, if all hold the same; None: some optimizer may keep tensors of another kind of
+    the parameters' shards, which would not move along."""
+
+    def __init__(self, model: nn.Module) -> None:
+        theirs = {id(p): name for name, p in model.named_parameters()}
+        self._names: dict[str, list[str]] = {}
+        """All names of a parameter, by its first."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(theirs[id(parameter)], []).append(name)
+        optimizers = [
+            o
+            for o in live_optimizers()
+            if any(id(p) in theirs for group in getattr(o, "param_groups", ()) for p in group["params"])
+        ]
+        self._held = [*_of_parameters(model), *_of_optimizers(optimizers, theirs)]
+        places = [(one.name, one.what, tuple(map(str, one.tensor.placements))) for one in self._held]
+        known = all(type(o).__module__ in _KNOWN for o in optimizers)
+        once = len({(name, what) for name, what, _ in places}) == len(places)
+        self.described: object = sorted(places) if known and once else None
+
+    @torch.no_grad()
+    def move(self, placements: Mapping[str, tuple[Placement, ...]]) -> None:
+        """To the places of their names. All ranks together, where `described` is the same on all."""
+        for one in sorted(self._held, key=lambda one: (one.name, one.what)):
+            mesh, now = one.tensor.device_mesh, one.tensor.placements
+            named = (placements[name] for name in self._names[one.name] if name in placements)
+            wanted = next(named, (Replicate(),) * mesh.ndim)
+            if tuple(now) != wanted:
+                value: Any = one.tensor.detach()
+                take_place_of(one.tensor, value.redistribute(mesh, wanted))
+
+
+_KNOWN = {f"torch.optim.{name}" for name in ELEMENTWISE}
+
+
+def _of_parameters(model: nn.Module) -> Iterator[_Held]:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            yield _Held(name, "parameter", parameter)
+            if isinstance(parameter.grad, DTensor):
+                yield _Held(name, "gradient", parameter.grad)
+
+
+def _of_optimizers(optimizers: list[torch.optim.Optimizer], names: Mapping[int, str]) -> Iterator[_Held]:
+    for optimizer in optimizers:
+        for parameter, states in optimizer.state.items():
+            for name, value in states.items():
+                if id(parameter) in names and _is_alike(value, parameter):
+                    yield _Held(names[id(parameter)], f"{type(optimizer).__name__} {name}", value)
+
+
+def _is_alike(value: object, parameter: Tensor) -> bool:
+    if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    return value.shape == parameter.shape and value.placements == parameter.placements

@@ -17,7 +17,7 @@ from passes.canonicalize.mark_rows import regions
 from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.layout import ROUTED, Layout, nested_spans
 from passes.lower.partition import RankGraph
-from passes.rules.windowed.windowed import spread
+from passes.rules.check.trial import spread
 from passes.simulate.reference import changed_share, widened
 
 CANCELLED = 1e-3
@@ -129,15 +129,6 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
     if not bool(difference.isfinite().all()):
         return float("inf")
     return float(difference.max()) / (scale or 1.0)
-
-
-def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
-    """The part of a global `value` that `rank` holds: its shard; of a pending sum, index 0 of the axis holds all."""
-    part = shard_of(value, layout, mesh, rank)
-    here = mesh.coordinate(rank)
-    if any(here[axis] != 0 for axis, op in layout.partial if op.startswith("sum")):
-        return torch.zeros_like(part)
-    return part.contiguous()
 
 
 def result_errors(

@@ -1,26 +1,42 @@
 """A step on simulated ranks, as it runs: in stages and pieces, forward and backward apart, collectives in order.
 
 One stage is a whole model, one piece a whole batch.
+
+So do calls of a model at many sizes, each by the program that the runtime would take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from autoshard.global_call import GlobalCall
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import result_layouts
-from autoshard.verification.part_errors import Held, held_value, result_errors
+from autoshard.plan.plan_fits import planned_graph
+from autoshard.plan.sized_parts import InSymbols, SizedPlan, is_for_sizes
+from autoshard.runtime.leaves import CallEnds
+from autoshard.runtime.sharding import shard_of
+from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
+from autoshard.runtime.sized_code import Lowered, SizedCode
+from autoshard.runtime.sized_programs import Agreed, code_of, with_code
+from autoshard.verification.part_errors import Held, result_errors
 from cost_model.mesh import MeshSpec
+from passes.capture import Captured
+from passes.compile.compile_graph import Compiled
 from passes.ir.joint import JointGraph
 from passes.ir.process_state import autocast_off
+from passes.ir.torch_sizes import evaluation, symbolic_sizes
 from passes.layout.layout import Layout
 from passes.lower.piecewise import RankPieces, given_values, leave, pieces_of, step_results
 from passes.lower.rank_program import RankProgram, missing_tangents, rank_program
+from passes.micro_batches.cut_batch import PieceSizes, cut_for_stages
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 from passes.stages.stage_graphs import stage_graphs
@@ -252,3 +268,104 @@ def _old_flag_off(cudnn: Any) -> Generator[None]:
         yield
     finally:
         cudnn.allow_tf32 = before
+
+
+_log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What runs a call on every rank, of the graph `captured`. programs: as of `step_errors`, where they are for all
+    sizes. by: "a program for all sizes", or of these alone."""
+
+    captured: Captured
+    plan: Plan
+    programs: StagePrograms | None
+    by: str
+
+
+ALL_SIZES, ALONE = "a program for all sizes", "a program of its own"
+
+
+@dataclass
+class SimulatedSizes:
+    """As a `Session` takes them: the first call captured, the second with symbols, others read off, and a program in
+    symbols wherever there is none yet that serves.
+
+    planned: the plan of a call that was captured, with the layouts that the first has. most: programs in symbols."""
+
+    model: nn.Module
+    planned: Callable[[Captured, GlobalCall], Plan]
+    most: int = 100
+    calls: SizedCalls = field(default_factory=SizedCalls)
+    _programs: int = 0
+    codes: dict[int, list[list[Agreed]]] = field(default_factory=dict[int, list[list[Agreed]]])
+    """By the first of them, of every stage and rank."""
+
+    def runs(self, whole: GlobalCall, capture: CaptureAs) -> Runs:
+        """capture: of that call."""
+        known = self.calls.known(self.model, whole)
+        if known is not None:
+            sized, program, sizes = known
+            there = sized.at(whole.shapes)
+            assert there is not None, "what the graph asks, its program asks too"
+            by_piece = [self._at(*one) for one in program.found(sizes) or ()]
+            return Runs(there[0], program.plan, list(zip(*by_piece, strict=True)), ALL_SIZES)
+        captured, sized = self.calls.captured(self.model, whole, capture)
+        plan = self.planned(captured, whole)
+        if sized is not None and is_for_sizes(plan) and self._programs < self.most:
+            self._add(sized, captured, plan, whole)
+        return Runs(captured, plan, None, ALONE)
+
+    def _at(self, first: Agreed, values: Sequence[int]) -> list[list[RankProgram]]:
+        """Of a piece, the program of every stage and rank."""
+        at = lambda one: one.code.rank_program(one.numbers(values))
+        return [list(map(at, ranks)) for ranks in self.codes[id(first)]]
+
+    def _add(self, sized: SizedAt, captured: Captured, plan: Plan, whole: GlobalCall) -> None:
+        """`autoshard.runtime.sized_programs.sized_program`, of all ranks; nothing is compiled."""
+        known, graph = sized.call.programs, planned_graph(captured, plan)
+        base = cut_for_stages(graph, plan.micro_batches) if plan.axis else graph
+        try:
+            planned = SizedPlan.of(sized.call.joint, sized.values, plan, captured.joint, base)
+            make = lambda index, piece: self._made(planned, index, piece)
+            made = with_code(self._programs, planned, whole.layouts, known, make)
+        except Exception as error:  # a pass that wants numbers
+            _log.debug("no program for all sizes: %s", error)
+            return
+        if made is not None and made.number == self._programs:
+            known.append(made)
+            self._programs += 1
+
+    def _made(self, planned: SizedPlan, index: int, piece: PieceSizes) -> Agreed:
+        with symbolic_sizes():
+            one = planned.of_piece(index, piece)
+            codes = [_codes(graph, plan, one) for graph, plan in one.stages]
+        holds = codes[-1][-1].holds  # all have the same symbols
+        of = lambda code: Agreed(code, evaluation(len(piece.values), holds, code.codes))
+        agreed = [list(map(of, ranks)) for ranks in codes]
+        self.codes[id(agreed[0][0])] = agreed
+        return agreed[0][0]
+
+
+def _codes(graph: StageGraph, plan: Plan, one: InSymbols) -> list[SizedCode]:
+    """Of a stage, on every rank."""
+    mesh, groups, ends = plan.mesh, simulated_groups(plan.mesh), CallEnds((), ())
+    found: list[SizedCode] = []
+    for rank in range(mesh.device_count):
+        program = rank_program(graph.joint, plan.planned, mesh, rank, groups)
+        found.append(code_of(Lowered([program], graph.joint.pieces, ends), one.symbols, _uncompiled))
+    return found
+
+
+def _uncompiled(*_: Any) -> tuple[Compiled, list[Any]]:
+    return list, []
+
+
+def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """The part of a global `value` that `rank` holds: its shard; of a pending sum, index 0 of the axis holds all."""
+    part = shard_of(value, layout, mesh, rank)
+    here = mesh.coordinate(rank)
+    if any(here[axis] != 0 for axis, op in layout.partial if op.startswith("sum")):
+        return torch.zeros_like(part)
+    return part.contiguous()

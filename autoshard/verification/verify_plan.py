@@ -19,8 +19,8 @@ from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.planning import canonical_capture
 from autoshard.runtime.module import original_forward
 from autoshard.verification.part_errors import Divergence, Watcher
-from autoshard.verification.simulated_sizes import SimulatedSizes
 from autoshard.verification.simulated_step import (
+    SimulatedSizes,
     StagePrograms,
     full_float32,
     held_values,
@@ -30,7 +30,7 @@ from autoshard.verification.simulated_step import (
 )
 from cost_model.errors import PlanError, checked_count
 from passes.capture import Captured, flatten_call
-from passes.capture.memory_order import lies_as, relaid
+from passes.capture.decomposed_places import lies_as, relaid
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.operator_calls import GroupedAsCaptured
 from passes.capture.trees import unflatten

@@ -27,30 +27,21 @@ T = TypeVar("T")
 _log = logging.getLogger("autoshard")
 
 
-def agree(
-    mesh: DeviceMesh,
-    fingerprint: Mapping[str, str],
-    *,
-    what: str = "a comparison",
-) -> None:
+def agree(mesh: DeviceMesh, fingerprint: Mapping[str, str], *, what: str = "a comparison") -> None:
     """Compare what the ranks are about to run; raise PlanError on all of them if it differs.
 
     fingerprint: what is compared -> its hash or text ("plan", "graph", "inputs", "torch", ...). The
                  error names the first difference of every rank that differs from rank 0.
     """
-    prints = everyones(mesh, dict(fingerprint), what=what)
-    lines: list[str] = []
-    for rank, other in enumerate(prints):
-        names = [n for n in [*prints[0], *other] if prints[0].get(n) != other.get(n)]
-        if names:
-            name = names[0]
-            lines.append(f"  {name}: {other.get(name)!r} on rank {rank}, {prints[0].get(name)!r} on rank 0")
-    if lines:
-        raise PlanError(
-            "the ranks are about to run different programs\n"
-            + "\n".join(lines)
-            + "\n  try: the same code, inputs and library versions on every rank"
-        )
+    first, *others = everyones(mesh, dict(fingerprint), what=what)
+    lines = ["the ranks are about to run different programs"]
+    for rank, other in enumerate(others, 1):
+        name = next((n for n in [*first, *other] if first.get(n) != other.get(n)), None)
+        if name is not None:
+            lines.append(f"  {name}: {other.get(name)!r} on rank {rank}, {first.get(name)!r} on rank 0")
+    if len(lines) > 1:
+        lines.append("  try: the same code, inputs and library versions on every rank")
+        raise PlanError("\n".join(lines))
 
 
 def collectively(
@@ -123,8 +114,7 @@ def in_company(mesh: DeviceMesh, what: str) -> Generator[None]:
 
     It re-raises its own error; the others get RankError, which names it and `what`.
     """
-    watch = watch_of(mesh)
-    if watch is None:
+    if (watch := watch_of(mesh)) is None:
         yield
         return
     try:
@@ -174,8 +164,7 @@ class _Exchange:
         board.write(name, (self._what, message))
         self._wait(name)
         said = board.read(name, range(board.world))
-        before = self._watch.erasable(name)
-        if before is not None:
+        if (before := self._watch.erasable(name)) is not None:
             board.erase(before)
         other = next((rank for rank, (what, _) in said.items() if what != said[0][0]), None)
         if other is not None:
@@ -199,12 +188,8 @@ class _Exchange:
                     "  try: look there first: they failed earlier, or run something else"
                 )
             if now > notice:
-                _log.warning(
-                    "waiting since %.0f s for rank(s) %s: %s",
-                    now - begun,
-                    _listed(board.absent(name)),
-                    self._what,
-                )
+                absent = _listed(board.absent(name))
+                _log.warning("waiting since %.0f s for rank(s) %s: %s", now - begun, absent, self._what)
                 notice = now + 2 * (now - begun)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
@@ -214,8 +199,7 @@ class _Exchange:
 def _exchange(
     mesh: DeviceMesh, what: str, detail: str, timeout: timedelta | None
 ) -> Generator[_Alone | _Exchange]:
-    watch = watch_of(mesh)
-    if watch is None:
+    if (watch := watch_of(mesh)) is None:
         yield _Alone()
         return
     try:

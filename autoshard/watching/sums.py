@@ -156,10 +156,7 @@ class Pace:
 
 
 def difference(ranks: Mapping[int, Sequence[Sum]]) -> str | None:
-    """How the ranks' tensors differ where they should be the same, as an error's text; None if they do not.
-
-    Different are: the sums of the same part of the same tensor, beyond rounding.
-    """
+    """How sums of the same part of the same tensor differ, beyond rounding, as an error's text; None if they do not."""
     seen: dict[tuple[str, str, str], tuple[int, Sum]] = {}
     for rank, sums in ranks.items():
         for mine in sums:

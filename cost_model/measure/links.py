@@ -39,23 +39,6 @@ class Levels:
     ranks: tuple[int | None, ...]
 
 
-def levels_of(hosts: Sequence[str]) -> Levels:
-    """The levels of a world whose rank i runs on `hosts[i]`.
-
-    There are two levels, inside and between hosts, if every host holds the same number of ranks, in a row. Else one
-    level joins all.
-    """
-    count = len(set(hosts))
-    if count == 1:
-        return Levels(("inside the host",), (None,))
-    each = len(hosts) // count
-    blocks = [set(hosts[i : i + each]) for i in range(0, len(hosts), each)]
-    aligned = len(hosts) == each * count and all(len(block) == 1 for block in blocks)
-    if each == 1 or not aligned:
-        return Levels(("between hosts",), (None,))
-    return Levels(("inside a host", "between hosts"), (each, None))
-
-
 def fit_links(levels: Levels, samples: Sequence[CollectiveSamples]) -> tuple[float, tuple[LinkLevel, ...]]:
     """(collective_launch_seconds, links) that come near the measured times by `cost_model.groups`.
 

@@ -26,16 +26,20 @@ from cost_model.measure.collective_work import (
     whole_size,
 )
 from cost_model.measure.host_memory import host_memory_of
-from cost_model.measure.kernel_series import (
+from cost_model.measure.kernel_work import (
     DTYPES,
+    Attend,
     device_rates,
     device_series,
     kernel_series,
     least_seconds,
+    matmul_edge,
+    matmul_flops,
+    matmul_work,
+    memory_work,
     with_kernel_rates,
 )
-from cost_model.measure.kernel_work import Attend, matmul_edge, matmul_flops, matmul_work, memory_work
-from cost_model.measure.links import fit_links, levels_of, measure_lateness, overlap_efficiency
+from cost_model.measure.links import Levels, fit_links, measure_lateness, overlap_efficiency
 from cost_model.measure.peers import (
     Peers,
     Team,
@@ -355,3 +359,20 @@ def _three(items: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _tolerance(spread: Sequence[float], i: int) -> float:
     return max(LEAST_TOLERANCE, 2.0 * spread[i]) if spread else LEAST_TOLERANCE
+
+
+def levels_of(hosts: Sequence[str]) -> Levels:
+    """The levels of a world whose rank i runs on `hosts[i]`.
+
+    There are two levels, inside and between hosts, if every host holds the same number of ranks, in a row. Else one
+    level joins all.
+    """
+    count = len(set(hosts))
+    if count == 1:
+        return Levels(("inside the host",), (None,))
+    each = len(hosts) // count
+    blocks = [set(hosts[i : i + each]) for i in range(0, len(hosts), each)]
+    aligned = len(hosts) == each * count and all(len(block) == 1 for block in blocks)
+    if each == 1 or not aligned:
+        return Levels(("between hosts",), (None,))
+    return Levels(("inside a host", "between hosts"), (each, None))

@@ -2,7 +2,7 @@
 host (`cost_model.measure.host_memory`); little data in one round of messages; and all else as torch has it, for
 which these return None.
 
-Plans run them (`passes.ops.named_collective`), and profiles time them (`cost_model.measure.collective_work`). Every
+Plans run them (`passes.ops.collective_ops`), and profiles time them (`cost_model.measure.collective_work`). Every
 rank of the group decides alike: by the group, and by what operands have in common on all ranks.
 
 In one round every rank sends its data to every other rank at once, and waits. gloo's own collectives pass parts

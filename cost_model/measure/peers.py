@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,27 +169,6 @@ class Peers:
                 "  try: look at that rank; with too little memory, measure with a smaller largest size"
             ) from error
         return result
-
-
-@contextmanager
-def world_peers(device_type: str) -> Generator[Peers]:
-    """All ranks of the world, which enter together. device_type: of the world's collectives.
-
-    The world's own group serves where it computes on CPUs.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield Peers(None)
-    elif device_type == "cpu":
-        yield Peers(dist.group.WORLD)
-    else:
-        # A counter of the world names the group: a group of a subset of ranks that is made again would
-        # find the addresses of the one before in the store.
-        group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        try:
-            yield Peers(group)
-        finally:
-            dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)

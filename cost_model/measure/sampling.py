@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.errors import ShardingError
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, clocks
-from cost_model.measure.peers import Peers, Team, local_device, teams_of, world_peers
+from cost_model.measure.peers import Peers, Team, local_device, teams_of
 from cost_model.measurements import SampledCurve, curve, median
 from cost_model.mesh import MeshSpec
 
@@ -212,3 +213,24 @@ def check_world(spec: MeshSpec, world: int) -> None:
 def by_device(by_type: Mapping[str, _T], device_type: str) -> _T:
     """The value for "cuda" or "cpu". Any other device is measured as the CPU is."""
     return by_type["cuda" if device_type == "cuda" else "cpu"]
+
+
+@contextmanager
+def world_peers(device_type: str) -> Generator[Peers]:
+    """All ranks of the world, which enter together. device_type: of the world's collectives.
+
+    The world's own group serves where it computes on CPUs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield Peers(None)
+    elif device_type == "cpu":
+        yield Peers(dist.group.WORLD)
+    else:
+        # A counter of the world names the group: a group of a subset of ranks that is made again would
+        # find the addresses of the one before in the store.
+        group = dist.new_group(timeout=timedelta(minutes=5), backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        try:
+            yield Peers(group)
+        finally:
+            dist.destroy_process_group(group)

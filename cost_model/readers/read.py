@@ -13,13 +13,13 @@ from statistics import fmean
 
 from cost_model.errors import ProfileError, checked_path, is_number, is_whole, shown
 from cost_model.groups import GroupShape, shape_text
-from cost_model.measurements import CollectiveSamples, pooled
+from cost_model.measurements import CollectiveSamples, LinkLevel, pooled
 from cost_model.mesh import MOST_DEVICES
 from cost_model.profile_record import ProfileRecord
 from cost_model.readers.nccl_json import read_nccl_json
 from cost_model.readers.nccl_text import read_nccl_text
 from cost_model.readers.points import Group, Place, Point, Run, refuse
-from cost_model.readers.result_rows import check_hosts, check_speed
+from cost_model.readers.result_rows import check_speed
 from cost_model.readers.stas00 import read_stas00
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _read(path: Path) -> tuple[Run, ...]:
 def _placed(run: Run, base: ProfileRecord, rank_stride: int | None) -> Run:
     """The run with its ranks where they are on the user's mesh."""
     if rank_stride is None:
-        check_hosts(run, base.links)
+        _check_hosts(run, base.links)
         return run
     shape = tuple((ranks, stride * rank_stride) for ranks, stride in run.group.shape)
     return replace(run, group=Group(shape))
@@ -261,3 +261,25 @@ def worst_fall(times: Sequence[float]) -> tuple[int, int, float]:
         elif 1.0 - time / times[highest] > worst[2]:
             worst = (highest, j, 1.0 - time / times[highest])
     return worst
+
+
+def _check_hosts(run: Run, links: Sequence[LinkLevel]) -> None:
+    """ProfileError if ranks that the base's innermost link joins were on several hosts.
+
+    Eight ranks on eight hosts are not the eight of one node, though both are numbered 0 to 7.
+    """
+    inner, hosts = links[0].ranks, run.group.hosts
+    if inner is None or not hosts:
+        return
+    for first in range(0, len(hosts), inner):
+        there = list(dict.fromkeys(hosts[first : first + inner]))
+        if len(there) > 1:
+            last = min(first + inner, len(hosts)) - 1
+            refuse(
+                run.place,
+                f"ranks {first} to {last} ran on {len(there)} hosts; in the base profile one {links[0].name} "
+                f"domain joins {inner} ranks",
+                ", ".join(there),
+                "a base whose links[0].ranks is the number of ranks on a host; if each rank here stands for a "
+                f"whole host, rank_stride={inner}; if the domain spans these hosts, rank_stride=1",
+            )

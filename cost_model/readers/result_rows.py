@@ -240,25 +240,3 @@ def _occupancy(run: Run, links: Sequence[LinkLevel]) -> Occupancy:
         return occupancy(group_ranks(run.group.shape), [link.ranks for link in links])
     except ProfileError as error:
         raise ProfileError(f"{run.place}: {error}") from error
-
-
-def check_hosts(run: Run, links: Sequence[LinkLevel]) -> None:
-    """ProfileError if ranks that the base's innermost link joins were on several hosts.
-
-    Eight ranks on eight hosts are not the eight of one node, though both are numbered 0 to 7.
-    """
-    inner, hosts = links[0].ranks, run.group.hosts
-    if inner is None or not hosts:
-        return
-    for first in range(0, len(hosts), inner):
-        there = list(dict.fromkeys(hosts[first : first + inner]))
-        if len(there) > 1:
-            last = min(first + inner, len(hosts)) - 1
-            refuse(
-                run.place,
-                f"ranks {first} to {last} ran on {len(there)} hosts; in the base profile one {links[0].name} "
-                f"domain joins {inner} ranks",
-                ", ".join(there),
-                "a base whose links[0].ranks is the number of ranks on a host; if each rank here stands for a "
-                f"whole host, rank_stride={inner}; if the domain spans these hosts, rank_stride=1",
-            )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from passes.canonicalize.attention_operands import GroupHeads
 from passes.canonicalize.gradients import PadsToCat, ScatterToWhere, SinkExpands, SplitConvolutionBackward
-from passes.canonicalize.group_heads import GroupHeads
 from passes.canonicalize.insert_uses import MarkCausalMasks
 from passes.canonicalize.mark_rows import LAST
 from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments

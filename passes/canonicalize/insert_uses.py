@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import passes.ops.attention_op  # pyright: ignore[reportUnusedImport]  (registers autoshard::attention)
 import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
-from passes.canonicalize.document_masks import documents_of, is_constant, is_same_in_order
+from passes.canonicalize.attention_operands import documents_of, is_constant, is_same_in_order
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
 from passes.canonicalize.permutes import PRODUCTS_ARE_CONTRACTS
 from passes.ir.graph_pass import GraphPass, erase_dead, tensor_at
@@ -48,7 +48,7 @@ class MarkCausalMasks(GraphPass):
     Kernels that know what is hidden have fewer products, and nothing is left of the mask.
 
     Of a mask that says of which document queries and keys are, the numbers of documents are left
-    (`passes.canonicalize.document_masks`).
+    (`passes.canonicalize.attention_operands`).
     """
 
     requires = (ONE_SPELLING,)

@@ -17,8 +17,8 @@ from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
 from passes.ir.routing import Choice, Routing, check_experts, copies_of, sum_of
 from passes.layout.layout import ROUTED
+from passes.ops.collective_ops import returned, sent
 from passes.ops.routed_ops import READ_ROWS
-from passes.ops.sent_rows import returned, sent
 from passes.rules.core.rule_registry import RoutedRows, has_rows, is_by_rows
 
 aten, ours = torch.ops.aten, torch.ops.autoshard

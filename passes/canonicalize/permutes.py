@@ -10,15 +10,7 @@ from torch import fx
 
 import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
-from passes.ir.graph_pass import (
-    OpPass,
-    call_like,
-    emit,
-    ints_at,
-    replace,
-    shape_of,
-    tensor_at,
-)
+from passes.ir.graph_pass import OpPass, call_like, emit, ints_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES, of_ops
 from passes.ops.layer_ops import format_equation, parse_equation
 from passes.ops.routed_ops import ROUTED

@@ -12,21 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from passes.capture.memory_order import Lies, laid, lies_as
+from passes.capture.decomposed_places import Lies, laid, lies_as
 from passes.capture.places import Place
 from passes.capture.provenance import check_dense, is_dense
 from passes.capture.questions import Check
 from passes.capture.stand_ins import Number, widest
-from passes.capture.trees import (
-    Instance,
-    Nest,
-    TensorLeaf,
-    Tree,
-    assembled,
-    flatten,
-    items_of,
-    unflatten,
-)
+from passes.capture.trees import Instance, Nest, TensorLeaf, Tree, assembled, flatten, items_of, unflatten
 from passes.ir.torch_dtensor import local_of, take_place_of
 
 

@@ -1,17 +1,17 @@
 """Reading and writing where strides, a slice or a mask say, stacks, repeats and shuffles, as permute, reshape, select,
-cat, pad and scatter."""
+cat, pad and scatter; and how a tensor lies in memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.memory_order import by_stride, inverse, lies_dense
 
 aten = torch.ops.aten
 
@@ -19,17 +19,17 @@ aten = torch.ops.aten
 def laid_as(x: Tensor, result: Tensor) -> Tensor:
     """`result` with its dims in memory in the order of those of `x`: what is written through a view, `x`, is looked
     at through the tensor's other views."""
-    order = by_stride(x.shape, x.stride())
-    if by_stride(result.shape, result.stride()) == order:
+    order = _by_stride(x.shape, x.stride())
+    if _by_stride(result.shape, result.stride()) == order:
         return result
-    return result.permute(order).contiguous().permute(inverse(order))
+    return result.permute(order).contiguous().permute(_inverse(order))
 
 
 def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
     """Where the first element is, counted from that of `x`. Raises UnsupportedOpError for what is no part of `x`."""
     first = 0 if offset is None else offset - int(x.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if not lies_dense(x.shape, x.stride()) or first < 0 or last >= x.numel():
+    if not _lies_dense(x.shape, x.stride()) or first < 0 or last >= x.numel():
         raise UnsupportedOpError(
             f"as_strided({list(size)}, {list(stride)}) of a tensor of shape {list(x.shape)} reads memory that is not "
             "the tensor's own\n  try: view, slice, unfold or expand"
@@ -38,11 +38,11 @@ def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | 
 
 
 def _in_order(x: Tensor) -> Tensor:
-    return x.permute(by_stride(x.shape, x.stride()))
+    return x.permute(_by_stride(x.shape, x.stride()))
 
 
 def _whole(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> bool:
-    return math.prod(size) == x.numel() and lies_dense(size, stride)
+    return math.prod(size) == x.numel() and _lies_dense(size, stride)
 
 
 def _places(size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
@@ -58,8 +58,8 @@ def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
     start = _start(x, size, stride, offset)
     ordered = _in_order(x)
     if _whole(x, size, stride):
-        order = by_stride(size, stride)
-        return ordered.reshape([size[d] for d in order]).permute(inverse(order))
+        order = _by_stride(size, stride)
+        return ordered.reshape([size[d] for d in order]).permute(_inverse(order))
     kept = _kept(ordered, size, stride, start)
     inner = ordered.reshape([*ordered.shape[:kept], -1])
     found = aten.index_select.default(inner, kept, _places(size[kept:], stride[kept:], start))
@@ -84,10 +84,10 @@ def as_strided_scatter(
     start = _start(x, size, stride, offset)
     ordered = _in_order(x)
     if _whole(x, size, stride):
-        written = src.permute(by_stride(size, stride))
+        written = src.permute(_by_stride(size, stride))
     else:
         written = aten.scatter.src(ordered.reshape(-1), 0, _places(size, stride, start), src.reshape(-1))
-    return written.reshape(ordered.shape).permute(inverse(by_stride(x.shape, x.stride())))
+    return written.reshape(ordered.shape).permute(_inverse(_by_stride(x.shape, x.stride())))
 
 
 def _rows(mask: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, Tensor, int]:
@@ -255,3 +255,92 @@ PLACES: dict[Any, Callable[..., Any]] = {
     aten.native_channel_shuffle.default: channel_shuffle,
     aten.copy.default: copy,
 }
+
+
+def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dims, those of the greatest strides first; of size 1 in front, whatever their strides."""
+    return sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d] if sizes[d] > 1 else 0))
+
+
+def _lies_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill one run of memory, each place once."""
+    run = 1
+    for d in reversed(_by_stride(sizes, strides)):
+        if sizes[d] > 1 and strides[d] != run:
+            return False
+        run *= sizes[d]
+    return True
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a tensor lies in memory, whatever its sizes.
+
+    order: its dims, the outer ones first. gaps: those between whose elements memory is left out. repeated: those whose
+    elements share a place (`expand`)."""
+
+    order: tuple[int, ...]
+    gaps: frozenset[int]
+    repeated: frozenset[int]
+
+
+Lies = Arrangement | tuple[int, ...] | None
+"""How a tensor lies in memory: None where its shape says it, strides where elements overlap."""
+
+
+def lies_as(tensor: Tensor) -> Lies:
+    strides = strides_of(tensor)
+    return None if strides is None else _arrangement(tensor.shape, strides) or strides
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """None where they follow from the shape."""
+    return None if tensor.is_contiguous() else tensor.stride()
+
+
+def _arrangement(sizes: Sequence[int], strides: Sequence[int]) -> Arrangement | None:
+    """None where elements overlap in another way than `expand`'s."""
+    order, gaps = _by_stride(sizes, strides), set[int]()
+    repeated = {dim for dim, stride in enumerate(strides) if stride == 0 and sizes[dim] > 1}
+    run = reach = 1
+    for dim in reversed([dim for dim in order if sizes[dim] > 1 and dim not in repeated]):
+        if strides[dim] < reach:
+            return None
+        if strides[dim] != run:
+            gaps.add(dim)
+        run, reach = strides[dim] * sizes[dim], strides[dim] * (sizes[dim] - 1) + reach
+    return Arrangement(tuple(order), frozenset(gaps), frozenset(repeated))
+
+
+def laid(shape: Sequence[Any], lies: Lies, **how: Any) -> Tensor:
+    """`torch.empty(shape, **how)` that lies so."""
+    if isinstance(lies, tuple):
+        return torch.empty_strided(tuple(shape), lies, **how)
+    if lies is None:
+        return torch.empty(tuple(shape), **how)
+    sizes, places = list[Any](), list[int]()
+    for dim in lies.order:
+        places.append(len(sizes))
+        sizes.append(1 if dim in lies.repeated else shape[dim])
+        if dim in lies.gaps:
+            sizes.append(2)
+    whole = torch.empty(sizes, **how)
+    for place in reversed([at for at in range(len(sizes)) if at not in places]):
+        whole = whole.select(place, 0)
+    return whole.permute(_inverse(lies.order)).expand(tuple(shape))
+
+
+def relaid(x: Tensor, lies: Lies) -> Tensor:
+    """`x`, lying so; of elements that share a place there, the first. As it is where elements overlap."""
+    if not isinstance(lies, Arrangement):
+        return x
+    made = laid(x.shape, lies, dtype=x.dtype, device=x.device)
+    place = made
+    for dim in lies.repeated:
+        place, x = place.narrow(dim, 0, 1), x.narrow(dim, 0, 1)
+    place.copy_(x)
+    return made

@@ -157,10 +157,6 @@ def solve_ex(
     return x.squeeze(-1) if vectors else x, lu, pivots, info
 
 
-def trace(a: Tensor) -> Tensor:
-    return a.diagonal().sum()
-
-
 def diagonal_scatter(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     """`src` in each row, and there where the column is the row's."""
     x = x.movedim((dim1, dim2), (-2, -1))
@@ -215,7 +211,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
     aten._linalg_solve_ex.default: solve_ex,
-    aten.trace.default: trace,
+    aten.trace.default: lambda a: a.diagonal().sum(),
     aten.diagonal_scatter.default: diagonal_scatter,
     aten._pdist_forward.default: pdist_forward,
     aten._pdist_backward.default: pdist_backward,

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from passes.capture.trees import Step
-
 CACHE = type(lru_cache(len))
 """What `functools.lru_cache` makes of a function."""
 CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -240,27 +238,3 @@ class Incremented(Place):
 
     def put(self, call: Call, value: Any) -> None:
         self.at.put(self.at.get() + value)
-
-
-@dataclass(frozen=True)
-class Argument(Place):
-    """A list, dict or object among a call's arguments, which the forward changes: it gets what `value` holds.
-
-    path: steps from (args, kwargs)."""
-
-    path: tuple[Step, ...]
-
-    def get(self, call: Call) -> Any:
-        held: Any = call
-        for kind, key in self.path:
-            held = held[key] if kind == "item" else getattr(held, key)
-        return held
-
-    def put(self, call: Call, value: Any) -> None:
-        held = self.get(call)
-        if isinstance(held, list):
-            held[:] = value
-            return
-        old, new = (held, value) if isinstance(held, dict) else (vars(held), vars(value))
-        old.clear()
-        old.update(new)

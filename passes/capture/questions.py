@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from cost_model.errors import CaptureError
-from passes.capture.awaited_counts import AwaitedCount, AwaitedCounts
 from passes.capture.known_values import History, Known
 from passes.capture.places import Place
 from passes.capture.provenance import frames, is_user_file, place_text, user_frame
-from passes.capture.stand_ins import Awaited
+from passes.capture.stand_ins import Awaited, AwaitedCount, AwaitedCounts
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import replaced_attribute, traced_values_answered, values_asked
 from passes.ir.torch_tracing import is_value_missing, tracing_suspended

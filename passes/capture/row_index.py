@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from passes.capture.provenance import user_place
-from passes.capture.row_parts import part_of
-from passes.capture.row_writes import write_at_rows
-from passes.capture.rows import Choice, Rows, RowsUnknown, all_places, filled, in_order, one_choice, rows_in
+from passes.capture.rows import (
+    Choice,
+    Rows,
+    RowsUnknown,
+    all_places,
+    filled,
+    in_order,
+    one_choice,
+    part_of,
+    rows_in,
+    write_at_rows,
+)
 from passes.ir.torch_tracing import tracing_suspended
 
 Answer = Callable[..., Any]

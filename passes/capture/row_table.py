@@ -12,23 +12,25 @@ import torch
 from torch import Tensor
 
 from passes.capture import row_index, row_values
-from passes.capture.row_parts import cat, is_counted
-from passes.capture.row_parts import split as split_in_counts
 from passes.capture.row_values import counted, each_row, settled
-from passes.capture.row_writes import index_add_, scatter_add_
 from passes.capture.rows import (
     Rows,
     RowsUnknown,
     by_row,
+    cat,
     filled,
+    index_add_,
+    is_counted,
     name_of,
     one_choice,
     plainly,
     pointwise,
     rows_in,
+    scatter_add_,
     unknown,
     without_ones,
 )
+from passes.capture.rows import split as split_in_counts
 
 _EACH = """
 add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log

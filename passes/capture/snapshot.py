@@ -190,31 +190,6 @@ def _unrepeatable(what: str) -> CaptureError:
     return refused(f"forward {what}, which a compiled call cannot repeat", remedy)
 
 
-def check_backward_writes(before: Snapshot, forward: Iterable[Place]) -> None:
-    """Nothing of the model's, and nothing that its hooks hold on to, may differ from `before` after a traced backward.
-
-    forward: where the forward leaves something, which happens at each call. Checkpointing runs parts of the forward
-    again in the backward, so these places do not count. Raises CaptureError that names the place.
-    """
-    known = {_name(place) for place in forward}
-    for place, _ in before.changes():
-        name = _name(place)
-        if name not in known:
-            raise refused(
-                f"a hook leaves something in {name} during the backward, which a compiled step cannot repeat",
-                "a hook of the parameter (register_hook, register_post_accumulate_grad_hook), or "
-                "torch.autograd.grad in the forward and return the gradient",
-            )
-
-
-def _name(place: Place) -> str:
-    """The attribute, or the list or dict."""
-    at = getattr(place, "at", None)
-    if at is None:
-        return str(getattr(place, "holder", type(place).__name__))
-    return str(at if at.attribute else at.holder)
-
-
 _EVERY_CLASS = frozenset(vars(nn.Module))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
 from passes.capture.capture_errors import own_backward_error
+from passes.capture.decomposed_places import laid, lies_as, strides_of
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
 from passes.capture.known_values import History
-from passes.capture.memory_order import laid, lies_as, strides_of
 from passes.capture.model_state import Slot, held_tensors_kept, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
-from passes.capture.places import Argument, Place
+from passes.capture.places import Call, Place
 from passes.capture.provenance import provenance, refused
 from passes.capture.questions import Questions, RunEnded
 from passes.capture.row_values import count_leaving, counted, loops_ended
-from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
-from passes.capture.stand_ins import Spot, Uses, put_stand_ins
+from passes.capture.snapshot import Snapshot, attributes_read, write_only_candidates
+from passes.capture.stand_ins import Counted, Spot, Stored, Uses
 from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, trace_cumulative_averages
-from passes.capture.trees import Tree, changed_places, flatten, off_meta, passed_on, retree, unflatten
+from passes.capture.trees import Step, Tree, changed_places, flatten, off_meta, passed_on, retree, unflatten
 from passes.ir.joint import CPU
 from passes.ir.process_state import host_draws_told
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
@@ -117,7 +117,7 @@ class _Traceable(nn.Module):
         tree = off_meta(program.call, program.device_type)
         kept = state_kept(program.model, passed_on(tree))
         with state_replaced(program.slots, tensors[:count]), kept as before:
-            put_stand_ins(self.spots, self.uses)
+            _put_stand_ins(self.spots, self.uses)
             args, kwargs = call = unflatten(tree, tensors[count:])
             with seen_on(program.device_type), attributes_read(before) as run.reads, loops_ended():
                 result = program.forward(*args, **kwargs)
@@ -214,7 +214,7 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Q
         traceable = _Traceable(program, run, spots, uses, questions)
         stack.enter_context(traceable.after_backward)
         run.aot = _joint(program, traceable, answers)
-        check_backward_writes(before, run.places)
+        _check_backward_writes(before, run.places)
     return run
 
 
@@ -296,3 +296,59 @@ def _plain_autograd() -> Generator[None]:
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         yield
+
+
+@dataclass(frozen=True)
+class Argument(Place):
+    """A list, dict or object among a call's arguments, which the forward changes: it gets what `value` holds.
+
+    path: steps from (args, kwargs)."""
+
+    path: tuple[Step, ...]
+
+    def get(self, call: Call) -> Any:
+        held: Any = call
+        for kind, key in self.path:
+            held = held[key] if kind == "item" else getattr(held, key)
+        return held
+
+    def put(self, call: Call, value: Any) -> None:
+        held = self.get(call)
+        if isinstance(held, list):
+            held[:] = value
+            return
+        old, new = (held, value) if isinstance(held, dict) else (vars(held), vars(value))
+        old.clear()
+        old.update(new)
+
+
+def _check_backward_writes(before: Snapshot, forward: Iterable[Place]) -> None:
+    """Nothing of the model's, and nothing that its hooks hold on to, may differ from `before` after a traced backward.
+
+    forward: where the forward leaves something, which happens at each call. Checkpointing runs parts of the forward
+    again in the backward, so these places do not count. Raises CaptureError that names the place.
+    """
+    known = {_name(place) for place in forward}
+    for place, _ in before.changes():
+        name = _name(place)
+        if name not in known:
+            raise refused(
+                f"a hook leaves something in {name} during the backward, which a compiled step cannot repeat",
+                "a hook of the parameter (register_hook, register_post_accumulate_grad_hook), or "
+                "torch.autograd.grad in the forward and return the gradient",
+            )
+
+
+def _name(place: Place) -> str:
+    """The attribute, or the list or dict."""
+    at = getattr(place, "at", None)
+    if at is None:
+        return str(getattr(place, "holder", type(place).__name__))
+    return str(at if at.attribute else at.holder)
+
+
+def _put_stand_ins(spots: Sequence[Spot], uses: Uses) -> None:
+    """Put them in the modules; a `Snapshot` puts back what was there."""
+    for module, name in spots:
+        held = vars(module)[name]
+        vars(module)[name] = Counted(held, uses) if isinstance(held, (int, float)) else Stored(held, uses)

@@ -18,10 +18,9 @@ from torch.fx.node import map_aggregate, map_arg
 import passes.ops.layer_ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.fuse_eager import VIEWS
 from passes.compile.join_linears import OpWriter
-from passes.ir.fake_calls import looks
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import COLLECTIVES, FUNCTIONAL, is_start
-from passes.ir.joint import map_operands, node_value, tensor_operands
+from passes.ir.joint import looks, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import is_collective, is_use
 from passes.ir.process_state import autocast_off
 from passes.ir.torch_compat import (

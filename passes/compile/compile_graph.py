@@ -25,26 +25,20 @@ from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective, is_view
 from passes.ir.process_state import autocast_off
 from passes.ir.sized_graph import Numbers, take_numbers
-from passes.ir.torch_compat import (
-    boxed_forward,
-    compiler_names,
-    fake_mode_of,
-    fresh_fakes,
-    lookup_compiler,
-    no_fake_mode,
-    torch_deprecations_ignored,
-)
+from passes.ir.torch_compat import fake_mode_of, fresh_fakes, no_fake_mode, torch_deprecations_ignored
 from passes.ir.torch_inductor import (
+    boxed_forward,
     compile_with_inductor,
+    compiler_names,
     inductor_graph_order,
     inductor_settings,
     load_inductor_code,
+    lookup_compiler,
     lower_as_collectives,
 )
 from passes.ir.torch_sizes import SizeSymbols, evaluation, fakes_counted
-from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
+from passes.ops.collective_ops import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME, exchange_rows
 from passes.ops.routed_ops import counted_places, own_places
-from passes.ops.sent_rows import exchange_rows
 
 _log = logging.getLogger("autoshard")
 

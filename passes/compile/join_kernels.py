@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.compile.fuse_eager import Bound, Pattern, is_read_elsewhere, matches, op
-from passes.compile.join_linears import OpWriter, drop_unread, shape_of
+from passes.compile.join_linears import (
+    Bound,
+    OpWriter,
+    Pattern,
+    drop_unread,
+    is_read_elsewhere,
+    matches,
+    op,
+    shape_of,
+)
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import COLLECTIVES
 from passes.ir.op_traits import is_cast

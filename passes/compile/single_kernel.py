@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.compile.compile_graph import Compiled, compile_graph
-from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fakes_on, fresh_fakes
 from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook
 

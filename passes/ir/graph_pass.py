@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_properties import (
     ENDS,
     INVARIANTS,
@@ -26,7 +25,7 @@ from passes.ir.graph_properties import (
     Kept,
     Property,
 )
-from passes.ir.joint import JointGraph
+from passes.ir.joint import FakeCalls, JointGraph
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.ir.torch_dispatch import copied_node
 

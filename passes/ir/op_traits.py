@@ -27,8 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.ir.fake_calls import looks
-from passes.ir.joint import node_values, repeats, result_index, tensor_operands
+from passes.ir.joint import looks, node_values, repeats, result_index, tensor_operands
 from passes.ir.torch_sizes import counts_as
 
 

@@ -176,3 +176,34 @@ def inductor_graph_order() -> AbstractContextManager[Any]:
 
     names = ("reorder_for_locality", "reorder_for_peak_memory")
     return config.patch({name: False for name in names if hasattr(config, name)})
+
+
+def lookup_compiler(name: str) -> Callable[..., Any] | None:
+    """A torch.compile backend by name: (GraphModule, example inputs) -> callable; None if unknown.
+
+    `torch._dynamo.lookup_backend` has no public form that does not also trace. Since torch 2.0.
+    """
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+
+    if name not in list_backends(exclude_tags=()):
+        return None
+    return lookup_backend(name)
+
+
+def compiler_names() -> list[str]:
+    """Names of the torch.compile backends of this installation. Since torch 2.0."""
+    from torch._dynamo.backends.registry import list_backends
+
+    return list_backends()
+
+
+def boxed_forward(module: Any) -> Callable[[list[Any]], Any]:
+    """The generated code of a GraphModule, taking its inputs in a list that it empties, so that each is
+    freed after its last use. `_BoxedCodeGen` since torch 2.10; without it inputs live to the end."""
+    from torch.fx import graph
+
+    code_gen = getattr(graph, "_BoxedCodeGen", None)
+    if code_gen is None:
+        return lambda inputs: module.forward(*inputs)
+    module.graph.set_codegen(code_gen())
+    return torch.fx.GraphModule(module, module.graph).forward

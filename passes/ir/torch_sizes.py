@@ -107,12 +107,6 @@ def expression_of(number: Any) -> Any:
     return number.node.expr
 
 
-def same_number(one: Any, two: Any) -> bool:
-    """Whether two numbers are the same for all sizes; nothing is asked of these. Since 2.0."""
-    first, second = (n.node.expr if isinstance(n, SYMBOLIC) else n for n in (one, two))
-    return bool(first - second == 0)
-
-
 def fixed(number: Any) -> Any:
     """A plain number where a symbolic one turned out to be always the same. Since 2.0."""
     value = number.node.expr if isinstance(number, SYMBOLIC) else number
@@ -182,12 +176,9 @@ def fakes_counted(
         return torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
 
     with FakeTensorMode(shape_env=env):
-        return [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            if place is None
-            else made(v, *place)
-            for v, place in zip(values, counted, strict=True)
-        ]
+        plain = lambda v: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+        pairs = zip(values, counted, strict=True)
+        return [plain(value) if place is None else made(value, *place) for value, place in pairs]
 
 
 @contextmanager

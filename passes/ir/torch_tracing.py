@@ -186,9 +186,7 @@ Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 def fake_tensors(
-    makers: Sequence[Callable[[], torch.Tensor]],
-    seen: Seen | None = None,
-    symbols: SizeSymbols | None = None,
+    makers: Sequence[Callable[[], torch.Tensor]], seen: Seen | None = None, symbols: SizeSymbols | None = None
 ) -> list[torch.Tensor]:
     """What each of these makes under one new mode: fakes, and real tensors become constants there.
     seen: is told of every op of them. symbols: that the shapes have. Since torch 2.0."""

@@ -1,13 +1,15 @@
-"""Between `Layout` and torch's placements: exact both ways, axis order included."""
+"""Between `Layout` and torch's placements: exact both ways, axis order included; and placements as users write them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
 
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, shown
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import is_strided_shard, strided_shard, strided_shard_factor
 from passes.layout.layout import REDUCE_OPS, Layout
@@ -110,3 +112,39 @@ def _checked_dim(axis: str, placement: Placement, shape: Sequence[int], what: st
             else f"cannot split dim {dim} of {what} over axis {axis!r}: it is a scalar\n  try: Replicate()"
         )
     return dim % len(shape)
+
+
+Placements = tuple[Placement, ...]
+
+
+def placement_leaves(given: Any, mesh: MeshSpec, *, argument: str) -> list[Placements | None]:
+    """The placements in a pytree, in order; None stays. ShardingError for a leaf that is neither."""
+    if is_leaf(given):
+        return [as_placements(given, mesh, argument)]
+    leaves = pytree.tree_leaves(given, is_leaf=lambda x: x is None or is_leaf(x))
+    return [
+        None if leaf is None else as_placements(leaf, mesh, f"{argument}[{i}]")
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether it is a placement, or one for each mesh axis."""
+    if isinstance(value, Placement):
+        return True
+    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(v, Placement) for v in value)
+
+
+def as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
+    """One placement per mesh axis from a leaf; ShardingError, naming `argument`, if it is none."""
+    if not is_leaf(leaf):
+        raise ShardingError(
+            f"{argument} is {shown(leaf)}, which is no placement\n  try: [Shard(0)] from torch.distributed.tensor"
+        )
+    placements = (leaf,) if isinstance(leaf, Placement) else tuple(leaf)
+    if len(placements) != len(mesh.names):
+        raise ShardingError(
+            f"{argument} has {len(placements)} placements; the mesh has {len(mesh.names)} axes {mesh.names}\n"
+            "  try: one placement per mesh axis"
+        )
+    return placements

@@ -240,33 +240,3 @@ class PeriodicWindow:
 
     def reads(self, lo: int, hi: int) -> Span:
         return (lo - self.before, hi - self.before) if lo < hi else (0, 0)
-
-
-@dataclass(frozen=True)
-class NeighborhoodWindow:
-    """Neighbourhood attention: query i reads `kernel` keys, every `dilation`-th, about itself, moved inside at edges;
-    causal: itself and those before it, as many as there are.   [NATTEN; see passes/ops/attention_window.py]
-
-    kernel * dilation <= length.
-    """
-
-    length: int
-    kernel: int
-    dilation: int = 1
-    is_causal: bool = False
-
-    def ends(self, query: int) -> Span:
-        """First key that `query` reads, and one past its last."""
-        at, group = divmod(query, self.dilation)
-        if self.is_causal:
-            return group + self.dilation * max(0, at - self.kernel + 1), query + 1
-        positions = -(-(self.length - group) // self.dilation)
-        start = group + self.dilation * min(max(0, at - self.kernel // 2), positions - self.kernel)
-        return start, start + self.dilation * (self.kernel - 1) + 1
-
-    def reads(self, lo: int, hi: int) -> Span:
-        """Among queries of one dilation group no later one reads earlier: one query of each group decides."""
-        if lo >= hi:
-            return 0, 0
-        first = min(self.ends(i)[0] for i in range(lo, min(hi, lo + self.dilation)))
-        return first, max(self.ends(i)[1] for i in range(max(lo, hi - self.dilation), hi))

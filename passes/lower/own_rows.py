@@ -29,8 +29,8 @@ from passes.ir.joint import node_values
 from passes.ir.routing import BALANCED, Choice
 from passes.layout.layout import nested_sizes
 from passes.lower.row_order import Sorting
+from passes.ops.collective_ops import add_rows, exchange_rows, own_spans, returned, routes, sent
 from passes.ops.routed_ops import READ_ROWS, ROUTED
-from passes.ops.sent_rows import add_rows, exchange_rows, own_spans, returned, routes, sent
 from passes.schedule.schedule import behind_ids
 
 aten, ours = torch.ops.aten, torch.ops.autoshard
@@ -254,7 +254,7 @@ class SortRows(RankPass):
 
     A rank with some of the experts has rows of these alone: %order is `own_places`, as many as there come, and values
     count as large as where experts have equally many. Put back, rows of others are 0. Tokens that were gathered for
-    such rows are sent there instead, and sums that were scattered come back (`passes.ops.sent_rows`).
+    such rows are sent there instead, and sums that were scattered come back (`passes.ops.collective_ops`).
     """
 
     keeps = (UNMARKED,)

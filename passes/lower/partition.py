@@ -11,15 +11,22 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from cost_model.mesh import MeshSpec
-from passes.ir.fake_calls import FakeCalls
-from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.ir.joint import FakeCalls, JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.ir.torch_dispatch import copied_input, copied_node
 from passes.layout.layout import Layout, NodeLayouts, Span
-from passes.lower.interior import exchange_before, in_parts, interior_of
-from passes.lower.op_on_rank import Arrival, OpOnRank, RankRing, Served, in_ring
+from passes.lower.op_on_rank import (
+    Arrival,
+    OpOnRank,
+    RankRing,
+    Served,
+    exchange_before,
+    in_parts,
+    in_ring,
+    interior_of,
+)
 from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.plan.transfers import ring_turns
 from passes.redistribution.emit_steps import Emitter
@@ -47,11 +54,7 @@ class RankGraph:
 
 @collector_paused()
 def partition(
-    joint: JointGraph,
-    planned: PlannedGraph,
-    mesh: MeshSpec,
-    rank: int,
-    groups: Mapping[tuple[str, ...], str],
+    joint: JointGraph, planned: PlannedGraph, mesh: MeshSpec, rank: int, groups: Mapping[tuple[str, ...], str]
 ) -> RankGraph:
     """The graph that `rank` runs.
 
@@ -59,7 +62,7 @@ def partition(
     the one the op reads, the steps of `planned` are emitted before it, and their nodes get its turn, and
     those of other steps that of another one (`passes.schedule.issue_order`).
     `groups` names the process group of every tuple of axes. Ops of `planned.interiors` are computed in parts, so that
-    a halo travels meanwhile (`passes.lower.interior`).
+    a halo travels meanwhile (`passes.lower.op_on_rank`).
 
         %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
         %y: f32[8@dp, 16]     = all_reduce[tp](contract(%h, %down))

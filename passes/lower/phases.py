@@ -15,8 +15,7 @@ from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_input, copied_node, input_nodes
 from passes.lower.own_rows import with_sorted_rows
-from passes.lower.recompute import choose_saved
-from passes.states.compute_again import runs_again
+from passes.states.compute_again import choose_saved, runs_again
 
 _aten = torch.ops.aten
 
@@ -67,8 +66,8 @@ def split_phases(
     others of the group wait for. So a collective that only gradients depend on (ZeRO-3's second gather of
     a weight) stays in the backward, and none ever runs twice. The order of those that nothing reads is
     for `passes.schedule.overlap`. Values that both need are saved, or computed again from others that are, at
-    the fewest bytes (`passes.lower.recompute`). No output aliases an input or another output. fused: whether a compiler
-    joins kernels, so that what is computed again is stored nowhere.
+    the fewest bytes (`passes.states.compute_again`). No output aliases an input or another output. fused: whether a
+    compiler joins kernels, so that what is computed again is stored nowhere.
 
     `module` is left as it is.
     """

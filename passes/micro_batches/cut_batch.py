@@ -25,7 +25,6 @@ from passes.ir.torch_sizes import (
     counts_as,
     evaluation,
     expression_of,
-    same_number,
 )
 from passes.layout.layout import Assignment, FactorSplit, Layout, NodeLayouts, Span
 from passes.lower.rank_program import without_usually_missing
@@ -350,6 +349,12 @@ class _Cut:
         """Of what has so many elements a sample. known: the piece's own, in numbers."""
         each = length // self.batch
         lo, hi = (each * end for end in self.own)
-        if not same_number(each * self.batch, length) or (counts_as(lo), counts_as(hi)) != known:
+        if not _same_number(each * self.batch, length) or (counts_as(lo), counts_as(hi)) != known:
             raise SizesLost(f"a part of {length} is no number of samples")
         return (0, lo), (lo, hi), (hi, length)
+
+
+def _same_number(one: Any, two: Any) -> bool:
+    """Whether two numbers are the same for all sizes; nothing is asked of these. Since 2.0."""
+    first, second = (n.node.expr if isinstance(n, SYMBOLIC) else n for n in (one, two))
+    return bool(first - second == 0)

@@ -13,9 +13,8 @@ from torch import fx
 import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
 from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import LAST
-from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import INHERITED, copy_joint, erase_dead
-from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.ir.joint import FakeCalls, JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.ir.op_traits import is_use
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import fake_mode_of, lazy_module

@@ -21,8 +21,8 @@ import numpy as np
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import (
+    FakeCalls,
     JointGraph,
     node_value,
     result_index,
@@ -31,14 +31,13 @@ from passes.ir.joint import (
     tensor_operands,
 )
 from passes.ir.op_traits import is_view, is_zeros
-from passes.ir.op_work import global_flops
+from passes.ir.op_work import class_key, global_flops
 from passes.layout.layout import ROUTED, Layout, NodeLayouts
 from passes.micro_batches.time_axis import TIME, call_products, given_layouts, run_alike, time_mesh
 from passes.rules.core.rule import OpRule
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import solve
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
-from passes.strategies.kernel_keys import class_key
 from passes.strategies.strategies import enumerate_strategies
 
 RunTime = Literal["before", "piece", "after"]

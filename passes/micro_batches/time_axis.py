@@ -10,8 +10,15 @@ from torch import fx
 
 import passes.ops.registration  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers what rules emit)
 from cost_model.mesh import MeshSpec
-from passes.ir.fake_calls import FakeCalls
-from passes.ir.joint import JointGraph, dependents, map_operands, node_value, result_shapes, tensor_operands
+from passes.ir.joint import (
+    FakeCalls,
+    JointGraph,
+    dependents,
+    map_operands,
+    node_value,
+    result_shapes,
+    tensor_operands,
+)
 from passes.ir.op_traits import is_product
 from passes.ir.torch_compat import fake_mode_of
 from passes.layout.layout import Layout, NodeLayouts

@@ -149,56 +149,6 @@ def padded_head(row: Contract, size: int) -> int:
     return -(-size // row.head_multiple) * row.head_multiple
 
 
-def check_problem(p: AttentionCall, **rest: Tensor) -> None:
-    """Raise UnsupportedOpError, naming kernel, operand and a remedy, for operands that no kernel could take together.
-
-    rest: out, grad_out, lse of a backward.
-    """
-    b, h, s, d = p.q.shape
-    g, t, e = p.k.shape[1], p.k.shape[2], p.v.shape[3]
-    if h != g * p.repeats:
-        _refuse(p, "k", f"has {g} heads, and q {h}", "as many heads of q for each of k")
-    wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
-    expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
-        "k": (p.k, (b, g, t, d), p.q.dtype),
-        "v": (p.v, (b, g, t, e), p.q.dtype),
-    }
-    for name, value in rest.items():
-        shape = (b, h, s) if name == "lse" else (b, h, s, e)
-        expected[name] = (value, shape, wide if name == "lse" else p.q.dtype)
-    for name, (value, shape, dtype) in expected.items():
-        if value.device != p.q.device:
-            _refuse(p, name, f"is on {value.device}, q on {p.q.device}", f"{name} on the device of q")
-        if value.dtype != dtype:
-            _refuse(p, name, f"is {value.dtype}, and q {p.q.dtype}", f"{name}.to({dtype})")
-        if tuple(value.shape) != shape:
-            _refuse(p, name, f"is {list(value.shape)}, not {list(shape)}", "operands [b, h, s, d] that agree")
-    if p.mask is not None:
-        _check_mask(p, p.mask, (b, h, s, t))
-    for name, value, length in (("documents", p.documents, s), ("of_keys", p.of_keys, t)):
-        alone = p.documents is None or p.of_keys is None or p.mask is not None or p.window
-        if value is not None and (alone or tuple(value.shape) not in ((1, 1, length, 1), (b, 1, length, 1))):
-            what = f"is {list(value.shape)}, for {length}, and goes with the other's, no mask and no window"
-            _refuse(p, name, what, "documents written into the mask")
-    if p.window and (p.mask is not None or not p.is_causal or t < s):
-        what = f"of {p.window} is for {s} causal queries, of as many keys or more, without a mask"
-        _refuse(p, "window", what, "the window written into the mask")
-
-
-def _check_mask(p: AttentionCall, mask: Tensor, scores: tuple[int, ...]) -> None:
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        _refuse(p, "mask", f"is {mask.dtype}", "a bool mask (True attends), or a float one that is added")
-    if mask.device != p.q.device:
-        _refuse(p, "mask", f"is on {mask.device}, q on {p.q.device}", "the mask on the device of q")
-    fits = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, scores, strict=True))
-    if not fits:
-        _refuse(p, "mask", f"is {list(mask.shape)}", f"a shape that broadcasts to {list(scores)}")
-
-
-def _refuse(p: AttentionCall, name: str, what: str, remedy: str) -> None:
-    raise UnsupportedOpError(f"attention by {p.kernel}: {name} {what}\n  try: {remedy}")
-
-
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

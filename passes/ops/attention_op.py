@@ -25,17 +25,19 @@ Numbers of documents are values, so what other documents' keys would be is compu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from cost_model.errors import UnsupportedOpError
 from passes.ops.attention_choice import (
     AttentionCall,
     additive_mask,
-    check_problem,
     empty,
     expand_heads,
     lse_dtype,
@@ -43,18 +45,7 @@ from passes.ops.attention_choice import (
     math_forward,
     sum_heads,
 )
-from passes.ops.attention_table import (
-    Chip,
-    Contract,
-    Kernel,
-    contiguous,
-    contract_of,
-    head_padded,
-    heads_inside,
-    padded_bias,
-    padded_lse,
-    prepared,
-)
+from passes.ops.attention_table import Chip, Contract, Kernel, contiguous, contract_of, heads_inside, prepared
 from passes.ops.attention_window import Attend, joined, placed, windowed_backward, windowed_forward
 from passes.ops.registration import differentiable_operator
 
@@ -110,7 +101,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
-    check_problem(p)
+    _check_problem(p)
     kernel = p.kernel
     if p.window and kernel != "empty":
         return windowed_forward(p, forward)
@@ -126,7 +117,7 @@ def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
-    check_problem(p, grad_out=grad_out, out=out, lse=lse)
+    _check_problem(p, grad_out=grad_out, out=out, lse=lse)
     kernel, groups = p.kernel, p.k.shape[1]
     if p.window and kernel != "empty":
         return windowed_backward(p, backward, grad_out, out, lse)
@@ -157,7 +148,7 @@ def _nothing_backward(p: AttentionCall, *_: Tensor) -> Gradients:
 
 def _taken(row: Contract, **operands: Tensor) -> tuple[Tensor, ...]:
     """Operands with a head dim, padded and laid out for the kernel of `row`."""
-    return tuple(prepared(row, name, head_padded(row, x)) for name, x in operands.items())
+    return tuple(prepared(row, name, _head_padded(row, x)) for name, x in operands.items())
 
 
 def _columns(x: Tensor, count: int) -> Tensor:
@@ -211,7 +202,7 @@ def _flash_backward(
     p: AttentionCall, row: Contract, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
     return aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, padded_lse(row, lse), None, None, q.shape[2], k.shape[2], 0.0, p.is_causal,
+        grad, q, k, v, out, _padded_lse(row, lse), None, None, q.shape[2], k.shape[2], 0.0, p.is_causal,
         *_unread_seeds(q, torch.uint64), scale=p.scale,
     )  # fmt: skip
 
@@ -221,7 +212,7 @@ def _bias(p: AttentionCall, row: Contract) -> Tensor | None:
     if p.mask is None:
         return None
     b, h, s, t = p.q.shape[0], p.q.shape[1], p.q.shape[2], p.k.shape[2]
-    return padded_bias(row, additive_mask(p.mask, p.q.dtype), t).expand(b, h, s, t)
+    return _padded_bias(row, additive_mask(p.mask, p.q.dtype), t).expand(b, h, s, t)
 
 
 def _efficient(p: AttentionCall, row: Contract, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +226,7 @@ def _efficient_backward(
     p: AttentionCall, row: Contract, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
     return aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, _bias(p, row), out, padded_lse(row, lse), *_unread_seeds(q, torch.int64), 0.0,
+        grad, q, k, v, _bias(p, row), out, _padded_lse(row, lse), *_unread_seeds(q, torch.int64), 0.0,
         [True, True, True, False], p.is_causal, scale=p.scale,
     )[:3]  # fmt: skip
 
@@ -313,3 +304,77 @@ def _gradient(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tu
 
 
 attention.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def _head_padded(row: Contract, x: Tensor) -> Tensor:
+    """Zero columns change neither q k^T nor the columns of out that are kept. The copy has heads inside."""
+    missing = -x.shape[-1] % row.head_multiple
+    return F.pad(x.transpose(1, 2), (0, missing)).transpose(1, 2) if missing else x
+
+
+def _padded_bias(row: Contract, bias: Tensor, keys: int) -> Tensor:
+    """An additive bias [b or 1, h or 1, s or 1, t or 1] with rows of all `keys`, at aligned addresses.
+
+    Dims of size 1 stay so: the caller expands them with stride 0, which is aligned, and nothing is written out.
+    """
+    bias = bias.expand(*bias.shape[:-1], keys)
+    missing = -keys % row.align
+    if missing:
+        bias = F.pad(bias, (0, missing)).narrow(-1, 0, keys)
+    return prepared(row, "bias", bias)
+
+
+def _padded_lse(row: Contract, lse: Tensor) -> Tensor:
+    """Rows of whole blocks. exp(score - inf) = 0 in the padding, as the forward kernel leaves it."""
+    missing = -lse.shape[-1] % row.lse_multiple
+    return prepared(row, "lse", F.pad(lse, (0, missing), value=math.inf) if missing else lse)
+
+
+def _check_problem(p: AttentionCall, **rest: Tensor) -> None:
+    """Raise UnsupportedOpError, naming kernel, operand and a remedy, for operands that no kernel could take together.
+
+    rest: out, grad_out, lse of a backward.
+    """
+    b, h, s, d = p.q.shape
+    g, t, e = p.k.shape[1], p.k.shape[2], p.v.shape[3]
+    if h != g * p.repeats:
+        _refuse(p, "k", f"has {g} heads, and q {h}", "as many heads of q for each of k")
+    wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
+    expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
+        "k": (p.k, (b, g, t, d), p.q.dtype),
+        "v": (p.v, (b, g, t, e), p.q.dtype),
+    }
+    for name, value in rest.items():
+        shape = (b, h, s) if name == "lse" else (b, h, s, e)
+        expected[name] = (value, shape, wide if name == "lse" else p.q.dtype)
+    for name, (value, shape, dtype) in expected.items():
+        if value.device != p.q.device:
+            _refuse(p, name, f"is on {value.device}, q on {p.q.device}", f"{name} on the device of q")
+        if value.dtype != dtype:
+            _refuse(p, name, f"is {value.dtype}, and q {p.q.dtype}", f"{name}.to({dtype})")
+        if tuple(value.shape) != shape:
+            _refuse(p, name, f"is {list(value.shape)}, not {list(shape)}", "operands [b, h, s, d] that agree")
+    if p.mask is not None:
+        _check_mask(p, p.mask, (b, h, s, t))
+    for name, value, length in (("documents", p.documents, s), ("of_keys", p.of_keys, t)):
+        alone = p.documents is None or p.of_keys is None or p.mask is not None or p.window
+        if value is not None and (alone or tuple(value.shape) not in ((1, 1, length, 1), (b, 1, length, 1))):
+            what = f"is {list(value.shape)}, for {length}, and goes with the other's, no mask and no window"
+            _refuse(p, name, what, "documents written into the mask")
+    if p.window and (p.mask is not None or not p.is_causal or t < s):
+        what = f"of {p.window} is for {s} causal queries, of as many keys or more, without a mask"
+        _refuse(p, "window", what, "the window written into the mask")
+
+
+def _check_mask(p: AttentionCall, mask: Tensor, scores: tuple[int, ...]) -> None:
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        _refuse(p, "mask", f"is {mask.dtype}", "a bool mask (True attends), or a float one that is added")
+    if mask.device != p.q.device:
+        _refuse(p, "mask", f"is on {mask.device}, q on {p.q.device}", "the mask on the device of q")
+    fits = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, scores, strict=True))
+    if not fits:
+        _refuse(p, "mask", f"is {list(mask.shape)}", f"a shape that broadcasts to {list(scores)}")
+
+
+def _refuse(p: AttentionCall, name: str, what: str, remedy: str) -> None:
+    raise UnsupportedOpError(f"attention by {p.kernel}: {name} {what}\n  try: {remedy}")

@@ -8,14 +8,12 @@ Where a kernel takes no grouped heads, keys and values are written out head by h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from cost_model.errors import UnsupportedOpError
 
@@ -234,27 +232,3 @@ def check_layout(row: Contract, name: str, x: Tensor) -> None:
         f"element {x.storage_offset()}; the kernel reads {layout!r} in vectors of {row.align}\n"
         f"  try: {name}.contiguous(), with a last dim that is a multiple of {row.align}"
     )
-
-
-def head_padded(row: Contract, x: Tensor) -> Tensor:
-    """Zero columns change neither q k^T nor the columns of out that are kept. The copy has heads inside."""
-    missing = -x.shape[-1] % row.head_multiple
-    return F.pad(x.transpose(1, 2), (0, missing)).transpose(1, 2) if missing else x
-
-
-def padded_bias(row: Contract, bias: Tensor, keys: int) -> Tensor:
-    """An additive bias [b or 1, h or 1, s or 1, t or 1] with rows of all `keys`, at aligned addresses.
-
-    Dims of size 1 stay so: the caller expands them with stride 0, which is aligned, and nothing is written out.
-    """
-    bias = bias.expand(*bias.shape[:-1], keys)
-    missing = -keys % row.align
-    if missing:
-        bias = F.pad(bias, (0, missing)).narrow(-1, 0, keys)
-    return prepared(row, "bias", bias)
-
-
-def padded_lse(row: Contract, lse: Tensor) -> Tensor:
-    """Rows of whole blocks. exp(score - inf) = 0 in the padding, as the forward kernel leaves it."""
-    missing = -lse.shape[-1] % row.lse_multiple
-    return prepared(row, "lse", F.pad(lse, (0, missing), value=math.inf) if missing else lse)

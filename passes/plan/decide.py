@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from cost_model.timed import Priced
+from cost_model.compute import Priced
 from passes.ir.joint import (
     GraphInput,
     JointGraph,
@@ -20,14 +20,13 @@ from passes.ir.joint import (
 from passes.ir.op_traits import read_repeats
 from passes.ir.process_state import collector_paused
 from passes.layout.layout import Assignment, NodeLayouts
-from passes.lower.interior import PossibleInterior, possible_interiors
+from passes.lower.op_on_rank import PossibleInterior, possible_interiors
 from passes.plan.describe import end_names, escaped, op_name, op_text, shapes_of
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord, Transfer
-from passes.plan.transfers import transfers
+from passes.plan.transfers import HiddenReads, hidden_reads, transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.issue_order import IssueOrder
-from passes.schedule.transfer_roles import HiddenReads, hidden_reads
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import fused_group
 
@@ -54,7 +53,7 @@ def chosen_steps(
     joint: JointGraph, assignment: Assignment, alone: Redistributor, merged: Redistributor | None = None
 ) -> Ways:
     """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
-    bring (`passes.schedule.transfer_roles.hidden_reads`): such transfers share buckets, so their prices differ."""
+    bring (`passes.plan.transfers.hidden_reads`): such transfers share buckets, so their prices differ."""
     ending = frozenset[Transfer]()
     if merged is not None:
         ending = _hidden(joint).ending
@@ -71,10 +70,7 @@ def _hidden(joint: JointGraph) -> HiddenReads:
 
 
 def find_interiors(
-    joint: JointGraph,
-    assignment: Assignment,
-    prices: Prices,
-    ways: Ways,
+    joint: JointGraph, assignment: Assignment, prices: Prices, ways: Ways
 ) -> Mapping[str, str]:
     """Ops worth computing in parts, by name -> the factor whose parts they are."""
     steps = {transfer: way.steps for transfer, way in ways.items()}

@@ -121,12 +121,7 @@ def escaped(text: str) -> str:
 
 
 def format_graph(
-    planned: PlannedGraph,
-    mesh: MeshSpec,
-    *,
-    seconds: bool = True,
-    joined: JoinedAxes = (),
-    raced: int = 0,
+    planned: PlannedGraph, mesh: MeshSpec, *, seconds: bool = True, joined: JoinedAxes = (), raced: int = 0
 ) -> str:
     """The planned graph, forward then backward. With `seconds=False` no prices (golden files).
 

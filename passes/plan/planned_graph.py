@@ -1,6 +1,6 @@
 """A planned graph as plain data: what a plan file holds, prints and draws, without FX or torch.
 
-Each record is its own schema, which msgspec checks; `autoshard.plan.plan_file` writes it.
+Each record is its own schema, which msgspec checks; `autoshard.plan.plan` writes it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from cost_model.compute import Priced
 from cost_model.errors import Count, Text, Word
-from cost_model.timed import Priced
 from passes.layout.layout import KEYS, RING, Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.compute_again import copied_ops
@@ -57,7 +57,7 @@ class StepRecord(Struct, frozen=True, forbid_unknown_fields=True, rename={"name"
 class Reshard(Struct, frozen=True, forbid_unknown_fields=True):
     """One step of a redistribution. nbytes: as the collective is priced (cost_model/collectives.py says of what).
     seconds: in a step, in which pieces of a batch may each need it. after: the layout that it leads to.
-    priced: where the seconds come from (`cost_model.timed`)."""
+    priced: where the seconds come from (`cost_model.compute`)."""
 
     step: StepRecord
     nbytes: Count
@@ -78,7 +78,7 @@ class Reshard(Struct, frozen=True, forbid_unknown_fields=True):
 
 class OperandRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """source: name of the node read; result: which of its results; layout: as read; hides: whether the transfers
-    may run behind computation (`passes.schedule.transfer_roles`); turn: theirs in the order of all ranks, which the
+    may run behind computation (`passes.plan.transfers`); turn: theirs in the order of all ranks, which the
     members of a bucket share, and ahead: how many are in flight when they start (`PlannedGraph.turns`); None where
     there are none. starts: of those before the last that start before the turn, the place in that order and how many
     are in flight."""
@@ -114,7 +114,7 @@ class NodeRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """One node of the global graph. text: the op with `{0}`, `{1}` ... for its tensor operands,
     or "param up.weight", "input x". seconds: the op alone in a step, transfers not counted, every piece of a batch that
     is run in pieces. interior: the factor along which
-    it is computed in parts (`passes.lower.interior`), or None. priced: where the seconds come from. ends: of the node
+    it is computed in parts (`passes.lower.op_on_rank`), or None. priced: where the seconds come from. ends: of the node
     `output`, what each operand is: "grad up.weight", "output 0"; () in files of earlier versions."""
 
     name: Word
@@ -177,7 +177,7 @@ class PlannedGraph:
     nodes: one for each of the joint graph, `getitem`s left out, in its order.
 
     What else the forward saves and the backward computes again, where that costs nothing, follows from a rank's program
-    (`passes.lower.recompute`): it is not written down.
+    (`passes.states.compute_again`): it is not written down.
     """
 
     nodes: tuple[NodeRecord, ...]
@@ -226,7 +226,7 @@ class PlannedGraph:
 
     @cached_property
     def interiors(self) -> dict[str, str]:
-        """Ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut."""
+        """Ops computed in parts, so that a halo travels meanwhile (`passes.lower.op_on_rank`) -> the factor cut."""
         return {node.name: node.interior for node in self.nodes if node.interior is not None}
 
     @cached_property

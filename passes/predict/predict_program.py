@@ -9,10 +9,8 @@ from dataclasses import replace
 from msgspec import structs
 from torch import fx
 
-from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
-from passes.ir.joint import GraphInput, GraphOutput, JointGraph, results_nbytes
-from passes.layout.layout import Assignment
+from passes.ir.joint import GraphInput, GraphOutput, results_nbytes
 from passes.lower.phases import Phases
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram
@@ -27,9 +25,8 @@ from passes.predict.prediction import (
     Prediction,
     TimelinePart,
 )
-from passes.predict.step_events import Axes, AxesOf, PredictedCollective, StepEvents
+from passes.predict.step_events import AxesOf, PredictedCollective, StepEvents
 from passes.predict.workspaces import workspaces_of
-from passes.rules.core.rule_registry import rules_of
 from passes.strategies.prices import Prices
 
 Trained = dict[int, fx.Node]
@@ -79,51 +76,8 @@ def _phases(step: StepEvents, timeline: Timeline) -> Iterable[PredictedPhase]:
         first, begun = last, end
 
 
-def slowest_step(ranks: Iterable[Prediction]) -> Prediction:
-    """The step of the slowest of the ranks, with the memory of the fullest."""
-    found = list(ranks)
-    fullest = max(found, key=lambda p: p.peak.nbytes)
-    return replace(max(found, key=lambda p: p.seconds), memory=fullest.memory)
-
-
-def slowest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph | None = None) -> tuple[int, ...]:
-    """Ranks of which one is the slowest.
-
-    Rank 0 has the largest shard of everything split in torch's sizes. For every split with sizes of
-    its own, the rank that holds its largest piece may be slower; of an op of `joint` whose parts take more work than
-    others of their size, the rank that has the most.
-    """
-    found = {0} if joint is None else {0, *_busiest_ranks(assignment, mesh, joint)}
-    for layouts in assignment.values():
-        for layout in (*layouts.operands, *layouts.results):
-            for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
-                sizes = sizes if halo is None else halo.sizes
-                if sizes is not None:
-                    found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
-    return tuple(sorted(found))
-
-
-def _busiest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph) -> Iterator[int]:
-    for node, rule in rules_of(joint).items():
-        for split in assignment[node.name].splits if rule.work else ():
-            way = rule.splitting([split.factor])
-            if split.factor in way.work:
-                parts = split.parts(way.sizes[split.factor], mesh)
-                work = [sum(way.work[split.factor](*part)) for part in parts]
-                yield _rank_at(mesh, split.axes, work.index(max(work)))
-
-
-def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:
-    """The first rank whose place along `axes`, major to minor, is `index`."""
-    return next(rank for rank in range(mesh.device_count) if mesh.linear_index(rank, axes) == index)
-
-
 def predict_pieces(
-    program: RankProgram,
-    parts: RankPieces,
-    count: int,
-    prices: Prices,
-    axes_of: AxesOf,
+    program: RankProgram, parts: RankPieces, count: int, prices: Prices, axes_of: AxesOf
 ) -> Prediction:
     """The step of the rank whose program of the largest of `count` pieces `program` is, cut into `parts`.
 

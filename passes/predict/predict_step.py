@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -14,6 +14,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.graph_pass import duplicate_module
 from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
+from passes.layout.layout import Assignment
 from passes.lower.own_rows import behind_ids
 from passes.lower.partition import order_of
 from passes.lower.phases import Backward, Phases, split_backward
@@ -21,16 +22,10 @@ from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.plan.planned_graph import PlannedGraph, Transfer
 from passes.plan.transfers import ring_turns
-from passes.predict.predict_program import (
-    alone,
-    predict_phases,
-    predict_pieces,
-    slowest_ranks,
-    slowest_step,
-    trained_by,
-    update_seconds,
-)
+from passes.predict.predict_program import alone, predict_phases, predict_pieces, trained_by, update_seconds
 from passes.predict.prediction import MemoryWalk, Prediction
+from passes.predict.step_events import Axes
+from passes.rules.core.rule_registry import rules_of
 from passes.schedule.issue_order import step_places
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
@@ -71,10 +66,7 @@ class StageFigures(Struct, frozen=True, forbid_unknown_fields=True):
 
 @collector_paused()
 def predict_stage(
-    joint: JointGraph,
-    planned: PlannedGraph,
-    prices: Prices,
-    received: Collection[str],
+    joint: JointGraph, planned: PlannedGraph, prices: Prices, received: Collection[str]
 ) -> StageFigures:
     """joint: of the stage. received: names of the values that come from the stage before."""
     joint = replace(joint, device=CPU)  # it is never run
@@ -164,11 +156,7 @@ def _held(walk: MemoryWalk) -> int:
 
 @collector_paused()
 def predicted_step(
-    joint: JointGraph,
-    planned: PlannedGraph,
-    prices: Prices,
-    *,
-    schedule: Schedule | None = None,
+    joint: JointGraph, planned: PlannedGraph, prices: Prices, *, schedule: Schedule | None = None
 ) -> Prediction:
     """The step of the slowest rank: the program that runs, under `prices`.
 
@@ -189,7 +177,7 @@ def predicted_step(
         program = program.joined() if eager else program
         return predict_phases(program.usual(), prices, simulated_group_axes)
 
-    return slowest_step(of_rank(rank) for rank in slowest_ranks(planned.layouts, mesh, joint))
+    return _slowest_step(of_rank(rank) for rank in slowest_ranks(planned.layouts, mesh, joint))
 
 
 class StepInOrders:
@@ -204,7 +192,7 @@ class StepInOrders:
         """Of the slowest rank. planned: under `prices`."""
         if self._joint.pieces > 1:
             return predicted_step(self._joint, planned, prices)
-        return slowest_step(
+        return _slowest_step(
             predict_phases(
                 self._of_rank(rank, planned, prices).program(planned).usual(), prices, simulated_group_axes
             )
@@ -280,3 +268,42 @@ class Orders:
                 node.meta["turn"] = rings[node.meta["ring"]]
         behind_ids(module.graph)
         return module
+
+
+def _slowest_step(ranks: Iterable[Prediction]) -> Prediction:
+    """The step of the slowest of the ranks, with the memory of the fullest."""
+    found = list(ranks)
+    fullest = max(found, key=lambda p: p.peak.nbytes)
+    return replace(max(found, key=lambda p: p.seconds), memory=fullest.memory)
+
+
+def slowest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph | None = None) -> tuple[int, ...]:
+    """Ranks of which one is the slowest.
+
+    Rank 0 has the largest shard of everything split in torch's sizes. For every split with sizes of
+    its own, the rank that holds its largest piece may be slower; of an op of `joint` whose parts take more work than
+    others of their size, the rank that has the most.
+    """
+    found = {0} if joint is None else {0, *_busiest_ranks(assignment, mesh, joint)}
+    for layouts in assignment.values():
+        for layout in (*layouts.operands, *layouts.results):
+            for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
+                sizes = sizes if halo is None else halo.sizes
+                if sizes is not None:
+                    found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
+    return tuple(sorted(found))
+
+
+def _busiest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph) -> Iterator[int]:
+    for node, rule in rules_of(joint).items():
+        for split in assignment[node.name].splits if rule.work else ():
+            way = rule.splitting([split.factor])
+            if split.factor in way.work:
+                parts = split.parts(way.sizes[split.factor], mesh)
+                work = [sum(way.work[split.factor](*part)) for part in parts]
+                yield _rank_at(mesh, split.axes, work.index(max(work)))
+
+
+def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:
+    """The first rank whose place along `axes`, major to minor, is `index`."""
+    return next(rank for rank in range(mesh.device_count) if mesh.linear_index(rank, axes) == index)

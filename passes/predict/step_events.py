@@ -14,7 +14,7 @@ from passes.compile.bind_device import written_into
 from passes.compile.fuse_eager import reduced_in_place
 from passes.ir.joint import node_value
 from passes.ir.op_traits import is_collective, is_view, storage_root
-from passes.ops.sent_rows import exchange_rows
+from passes.ops.collective_ops import exchange_rows
 from passes.strategies.prices import Prices, local_seconds
 from passes.strategies.traffic import OpTraffic, TrafficModel, eager_traffic
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_model.timed import KernelKey, KernelWork
+from cost_model.compute import KernelKey, KernelWork
 from passes.ir.joint import first_value, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import is_view, storage_root
+from passes.ir.op_work import local_key, may_be_timed
 from passes.lower.phases import Phases
 from passes.predict.memory_walk import memory_walk
 from passes.predict.step_events import (
@@ -25,7 +26,6 @@ from passes.predict.step_events import (
     run_in_phase,
 )
 from passes.predict.workspaces import workspaces_of
-from passes.strategies.kernel_keys import local_key, may_be_timed
 from passes.strategies.prices import Prices, local_seconds, local_work
 from passes.strategies.traffic import FusedGroup, eager_traffic, fused_group
 

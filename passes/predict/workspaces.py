@@ -27,7 +27,7 @@ from passes.ir.op_traits import is_product, is_use, storage_root
 from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.rank_program import missing_tangents, without_usually_missing
 from passes.micro_batches.cut_head import may_have_head
-from passes.ops.uniform import UNIFORM_WORDS
+from passes.ops.layer_ops import UNIFORM_WORDS
 from passes.predict.step_events import COLLECTIVE_KINDS, AxesOf
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import TrafficModel, eager_traffic

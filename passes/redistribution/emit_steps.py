@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import FakeCalls
 from passes.layout.layout import Span
-from passes.ops.sent_rows import exchange_rows
+from passes.ops.collective_ops import exchange_rows
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

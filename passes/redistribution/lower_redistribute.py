@@ -28,11 +28,12 @@ import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import FakeCalls
 from passes.ir.op_traits import is_collective
 from passes.ir.routing import Choice
 from passes.layout.layout import Layout, Span
-from passes.ops.sent_rows import returned, sent
+from passes.ops.collective_ops import returned, sent
+from passes.ops.halo_op import HaloSite, halo_exchange, halo_reduce, without
 from passes.redistribution.emit_steps import (
     COLLECTIVES,
     Cuts,
@@ -45,7 +46,6 @@ from passes.redistribution.emit_steps import (
     unstack_parts,
     value,
 )
-from passes.redistribution.halo_steps import HaloSite, halo_exchange, halo_reduce, without
 from passes.redistribution.steps import (
     AllGather,
     AllReduce,
@@ -174,7 +174,7 @@ def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
 
 
 def _send_rows(site: HaloSite, x: fx.Node) -> fx.Node:
-    """Gathered, for whoever needs all; the mark says what would do (`passes.ops.sent_rows`)."""
+    """Gathered, for whoever needs all; the mark says what would do (`passes.ops.collective_ops`)."""
     choice = Choice.of(dict(site.step.after.partial)[site.step.axes[0]])
     return _marked(site, sent, _all_gather, x, choice.count if choice else 1)
 
@@ -184,11 +184,7 @@ def _return_rows(site: HaloSite, x: fx.Node) -> fx.Node:
 
 
 def _marked(
-    site: HaloSite,
-    mark: Any,
-    move: Callable[[HaloSite, fx.Node], fx.Node],
-    x: fx.Node,
-    *how: int,
+    site: HaloSite, mark: Any, move: Callable[[HaloSite, fx.Node], fx.Node], x: fx.Node, *how: int
 ) -> fx.Node:
     """Moved, and marked; all nodes say so."""
     site = replace(site, emit=replace(site.emit, meta={**site.emit.meta, "marked": True}))

@@ -82,11 +82,8 @@ class Redistributor:
         avoided: frozenset[str] = frozenset(),
         link: LinkOf = one_link,
     ) -> None:
-        self.mesh = mesh
-        self.joined = joined
-        self.avoided = avoided
-        self._link = link
-        self._prices = prices
+        self.mesh, self.joined, self.avoided = mesh, joined, avoided
+        self._link, self._prices = link, prices
         self._seconds: dict[tuple[str, tuple[str, ...], int], float] = {}
         self._universes: dict[UniverseKey, Universe] = {}
         self._spaces: dict[tuple[UniverseKey, bytes], PricedUniverse] = {}
@@ -95,20 +92,18 @@ class Redistributor:
 
     def joining(self, joined: JoinedAxes) -> Redistributor:
         """One with the same prices that moves the axes `joined` together."""
-        return self if joined == self.joined else self._but(joined, self.avoided)
+        return self if joined == self.joined else self._but(joined, self.avoided, self._prices)
 
     def avoiding(self, kinds: frozenset[str]) -> Redistributor:
         """One with the same prices that moves nothing by collectives of these kinds."""
-        return self._but(self.joined, kinds)
+        return self._but(self.joined, kinds, self._prices)
 
     def priced_by(self, prices: CollectiveSeconds) -> Redistributor:
         """One with other prices."""
         return self._but(self.joined, self.avoided, prices)
 
-    def _but(
-        self, joined: JoinedAxes, avoided: frozenset[str], prices: CollectiveSeconds | None = None
-    ) -> Redistributor:
-        return Redistributor(self.mesh, prices or self._prices, joined, avoided, self._link)
+    def _but(self, joined: JoinedAxes, avoided: frozenset[str], prices: CollectiveSeconds) -> Redistributor:
+        return Redistributor(self.mesh, prices, joined, avoided, self._link)
 
     @cached_property
     def _links(self) -> dict[frozenset[str], int]:
@@ -186,15 +181,14 @@ class Redistributor:
             return np.zeros((self.link_count, len(srcs), len(dsts)))
         space = self._space((*srcs, *dsts), tuple(shape), itemsize, deadline)
         self._asked.setdefault((tuple(shape), itemsize), {}).setdefault(frozenset((*srcs, *dsts)))
-        rows = [space.state(src) for src in srcs]
-        columns = [space.state(dst) for dst in dsts]
-        known_rows = [i for i, row in enumerate(rows) if row is not None]
-        known = [j for j, column in enumerate(columns) if column is not None]
-        found = apart(space, [row for row in rows if row is not None])
+        rows, columns = (
+            {i: state for i, one in enumerate(layouts) if (state := space.state(one)) is not None}
+            for layouts in (srcs, dsts)
+        )
+        found = apart(space, [*rows.values()])
         seconds = np.zeros((len(found), len(srcs), len(dsts)))
         seconds[0] = np.inf
-        targets = [column for column in columns if column is not None]
-        seconds[np.ix_(range(len(found)), known_rows, known)] = found[:, :, targets]
+        seconds[np.ix_(range(len(found)), [*rows], [*columns])] = found[:, :, [*columns.values()]]
         return seconds
 
     def _plan(self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> Redistribution:
@@ -203,25 +197,24 @@ class Redistributor:
         # A way may lead over sizes that neither of the two has: of other layouts that `matrix` was asked for with them.
         asked = self._asked.get((shape, itemsize), {})
         known = ((src, dst), *(layouts for layouts in asked if src in layouts and dst in layouts))
-        spaces = {
-            id(one.seconds): one for one in (self._space(tuple(each), shape, itemsize) for each in known)
-        }
-        found = [(one, way) for one in spaces.values() if (way := self._path(one, src, dst)) is not None]
-        if not found:
+        found = (self._space(tuple(each), shape, itemsize) for each in known)
+        spaces = {id(one.seconds): one for one in found}
+        ways = [(one, way) for one in spaces.values() if (way := self._path(one, src, dst)) is not None]
+        if not ways:
             raise ShardingError(f"no redistribution from {src} to {dst}: a pending max or min cannot be made")
-        space, path = min(found, key=lambda each: sum(float(each[0].seconds[move]) for move in each[1]))
+        space, path = min(ways, key=lambda each: sum(float(each[0].seconds[move]) for move in each[1]))
         seconds = tuple(float(space.seconds[move]) for move in path)
         nbytes = tuple(int(space.payloads[move]) for move in path)
-        steps = tuple(self._step(space, move, len(shape)) for move in path)
+        whole = space.universe
+        steps = tuple(
+            as_step(whole.states[whole.tail[move]], whole.moves[move], space.dims, len(shape))
+            for move in path
+        )
         return Redistribution(steps, sum(seconds, 0.0), seconds, nbytes)
 
     def _path(self, space: PricedUniverse, src: Layout, dst: Layout) -> list[int] | None:
         source, target = space.state(src), space.state(dst)
         return None if source is None or target is None else space.path(source, target)
-
-    def _step(self, space: PricedUniverse, number: int, ndim: int) -> Step:
-        universe, move = space.universe, space.universe.moves[number]
-        return as_step(universe.states[universe.tail[number]], move, space.dims, ndim)
 
     def _space(
         self, layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, deadline: Deadline = NEVER

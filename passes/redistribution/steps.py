@@ -176,26 +176,7 @@ class HaloReduce(Step):
     dim: int
 
 
-STEPS: Mapping[str, type[Step]] = MappingProxyType(
-    {
-        step.name: step
-        for step in (
-            Slice,
-            ToPartial,
-            ToRouted,
-            AllGather,
-            AllReduce,
-            ReduceScatter,
-            AllToAll,
-            SendRows,
-            ReturnRows,
-            ToSum,
-            Reshard,
-            HaloExchange,
-            HaloReduce,
-        )
-    }
-)
+STEPS: Mapping[str, type[Step]] = MappingProxyType({step.name: step for step in Step.__subclasses__()})
 """Every step by its name."""
 
 Bytes = Any  # int, or an int64 array with one entry per step

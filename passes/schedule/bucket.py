@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass, ints_at
 from passes.ir.graph_properties import COMPUTING, FUNCTIONAL, HasGraph, Property, described
-from passes.ir.joint import on_demand
+from passes.ir.joint import FakeCalls, on_demand
 from passes.redistribution.emit_steps import Emitter, value
 from passes.redistribution.lower_redistribute import collective_nodes
 

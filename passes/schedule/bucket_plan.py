@@ -55,10 +55,7 @@ Kind = tuple[tuple[str, tuple[str, ...], str], ...]
 
 
 def bucketed_order(
-    joint: JointGraph,
-    assignment: Assignment,
-    prices: Prices,
-    moved: Mapping[Transfer, Redistribution],
+    joint: JointGraph, assignment: Assignment, prices: Prices, moved: Mapping[Transfer, Redistribution]
 ) -> IssueOrder:
     """`issue_order` with transfers merged and started ahead where `prices` say that a step is shorter for it. moved:
     their steps."""

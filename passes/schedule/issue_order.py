@@ -15,7 +15,7 @@ right before its first reader).
     "at hand"    `ahead` transfers early         issued when the one `ahead` before it is first read
     "ending"     after the next awaited one      it lets pass what others wait for, at most `reach` products away
 
-`passes.schedule.transfer_roles` says which role a transfer has.
+`passes.plan.transfers` says which role a transfer has.
 
 Transfers of one kind may be merged (`merge`, see `passes.schedule.bucket_plan`): those of one group have one turn,
 at which the first of them is issued early, or the last of them late. Awaited transfers are merged only if
@@ -56,8 +56,7 @@ from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_product
 from passes.layout.layout import Assignment
 from passes.plan.planned_graph import PlannedGraph, Transfer, Turn
-from passes.plan.transfers import Move, by_segment, transfers
-from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
+from passes.plan.transfers import Move, PhaseRoles, TransferRole, by_segment, ops_that_end, transfers
 
 PREFETCH = 2
 """Collectives started ahead of their reader: one on the wire, one ready to follow."""

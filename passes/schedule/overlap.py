@@ -15,9 +15,9 @@ from passes.ir.op_traits import is_cheap, is_collective, is_product
 from passes.ir.torch_dispatch import input_nodes
 from passes.ir.torch_sizes import counts_as
 from passes.plan.planned_graph import Turn
+from passes.plan.transfers import PhaseRoles, ops_that_end
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
-from passes.schedule.transfer_roles import PhaseRoles, ops_that_end
 
 NO_TURN: Turn = (-1, 0)
 
@@ -225,7 +225,7 @@ class _Schedule:
 class _Roles:
     """What each collective is for.
 
-    early:     those at hand (`passes.schedule.transfer_roles`), and further steps of these.
+    early:     those at hand (`passes.plan.transfers`), and further steps of these.
     last:      those ending whose readers can all be put off to the end; others are awaited where their readers stand.
     source:    what its operand is made of by views and copies.
     fed:       the collectives, but the early ones, by source.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass, run_rank_passes
 from passes.ir.graph_properties import COLLECTIVES, OPS, HasGraph, Property, described, group_of, is_start
-from passes.ops.sent_rows import exchange_rows
+from passes.ir.joint import FakeCalls
+from passes.ops.collective_ops import exchange_rows
 from passes.plan.planned_graph import Turn
 from passes.schedule.bucket import Bucket
 from passes.schedule.issue_order import PREFETCH, Place, place_behind

@@ -158,15 +158,11 @@ class CostKinds:
                 scaled[key] = np.where(np.isfinite(costs), costs * weight if weight else 0.0, costs)
             return scaled[key]
 
-        return replace(
-            problem,
-            node_costs=tuple(
-                times(c, weights[k]) for k, c in zip(self.nodes, problem.node_costs, strict=True)
-            ),
-            edge_costs=tuple(
-                times(c, weights[k]) for k, c in zip(self.edges, problem.edge_costs, strict=True)
-            ),
-        )
+        def all_times(kinds: Sequence[int], arrays: Sequence[Array]) -> tuple[Array, ...]:
+            return tuple(times(costs, weights[kind]) for kind, costs in zip(kinds, arrays, strict=True))
+
+        nodes, edges = all_times(self.nodes, problem.node_costs), all_times(self.edges, problem.edge_costs)
+        return replace(problem, node_costs=nodes, edge_costs=edges)
 
 
 def recombined(

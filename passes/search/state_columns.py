@@ -31,8 +31,7 @@ from passes.search.judged_choice import Choice
 from passes.search.overlapped import CuttingPlanes
 from passes.search.search_space import CostKinds
 from passes.search.step_kinds import EXPOSED
-from passes.solver.alike import Ties
-from passes.solver.graph import Graph
+from passes.solver.graph import Graph, Ties
 from passes.solver.problem import Array, Infeasible, Problem, Solution, Tables
 from passes.solver.solve import restricted, several_rows, solve
 

@@ -2,7 +2,7 @@
 least whose seconds are of known kinds: the longest of the paths through it.
 
 A phase's ops run one after the other, and so do its collectives over one link; computing and the links run side by
-side. Collectives are of three roles (`passes.schedule.transfer_roles`): what is at hand (gathered before its reader),
+side. Collectives are of three roles (`passes.plan.transfers`): what is at hand (gathered before its reader),
 what only the end needs (reduced after its producer), and what is waited for. Ops are of two: those that a product comes
 after, and *fillers*, such as the product that makes a weight's gradient, behind which the backward's awaited
 collectives can hide. A phase is cut at `MARKS` of its computing.
@@ -32,8 +32,8 @@ from torch import fx
 from passes.ir.joint import JointGraph, result_index, segments, tensor_operands
 from passes.ir.op_traits import is_piece, is_product
 from passes.plan.planned_graph import NodeRecord
+from passes.plan.transfers import HiddenReads
 from passes.redistribution.redistribute import Redistributor
-from passes.schedule.transfer_roles import HiddenReads
 from passes.solver.problem import Array
 
 EXPOSED = -1

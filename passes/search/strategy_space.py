@@ -13,9 +13,10 @@ from torch import fx
 from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import JointGraph, node_value, repeats, result_index, result_shapes, tensor_operands
 from passes.ir.op_traits import read_repeats
+from passes.ir.op_work import class_key
 from passes.layout.layout import Layout, NodeLayouts
+from passes.plan.transfers import hidden_reads
 from passes.rules.core.rule_registry import rule_for
-from passes.schedule.transfer_roles import hidden_reads
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace, distinct
 from passes.search.search_terms import (
@@ -30,9 +31,7 @@ from passes.search.search_terms import (
 )
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
-from passes.strategies.chains import find_chains
-from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
-from passes.strategies.kernel_keys import class_key
+from passes.strategies.cuts import Cuts, Wider, find_chains, find_cuts, ops_of
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.strategies import enumerate_strategies, offered_ways
 from passes.strategies.traffic import OpTraffic

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.process_state import autocast_off
-from passes.ops.sent_rows import exchange_rows
+from passes.ops.collective_ops import exchange_rows
 from passes.simulate.reference import seeded_call
 
 Observer = Callable[[int, fx.Node, Any], None]

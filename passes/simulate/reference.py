@@ -139,32 +139,25 @@ def _change(now: Any, before: Any) -> float:
 
 
 def reference_inputs(
-    joint: JointGraph, model: nn.Module, tensors: Sequence[torch.Tensor], *, seed: int
-) -> list[torch.Tensor]:
+    joint: JointGraph, model: nn.Module, tensors: Sequence[Tensor], *, seed: int
+) -> list[Tensor]:
     """A value for every placeholder: the model's own, the call's, and random tangents."""
     generator = torch.Generator().manual_seed(seed)
     named = _named(model)
-    return [_value(spec, node, named, joint, tensors, generator) for node, spec in joint.given]
 
+    def value(node: fx.Node, spec: GraphInput) -> Tensor:
+        if spec.kind in ("param", "buffer"):
+            return named[spec.name].detach().clone()
+        if spec.kind == "constant":
+            return joint.constants[spec.name]
+        if spec.kind == "input":
+            return tensors[spec.index].detach()
+        wanted = node_value(node)
+        if spec.kind == "seed":
+            return torch.randint(0, 2**31, tuple(wanted.shape), dtype=wanted.dtype, generator=generator)
+        return torch.randn(tuple(wanted.shape), generator=generator).to(wanted.dtype).to(wanted.device)
 
-def _value(
-    spec: GraphInput,
-    node: fx.Node,
-    named: Mapping[str, torch.Tensor],
-    joint: JointGraph,
-    tensors: Sequence[torch.Tensor],
-    generator: torch.Generator,
-) -> torch.Tensor:
-    if spec.kind in ("param", "buffer"):
-        return named[spec.name].detach().clone()
-    if spec.kind == "constant":
-        return joint.constants[spec.name]
-    if spec.kind == "input":
-        return tensors[spec.index].detach()
-    wanted = node_value(node)
-    if spec.kind == "seed":
-        return torch.randint(0, 2**31, tuple(wanted.shape), dtype=wanted.dtype, generator=generator)
-    return torch.randn(tuple(wanted.shape), generator=generator).to(wanted.dtype).to(wanted.device)
+    return [value(node, spec) for node, spec in joint.given]
 
 
 class _Recorder(_Reference):
@@ -179,9 +172,7 @@ class _Recorder(_Reference):
 
 
 @autocast_off()
-def graph_values(
-    joint: JointGraph, values: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
+def graph_values(joint: JointGraph, values: Sequence[Tensor]) -> tuple[list[Tensor | None], dict[str, Any]]:
     """(the graph's flat results, the value of every node) of the unsharded graph."""
     recorder = _Recorder(joint.module)
     with torch.no_grad():
@@ -190,11 +181,8 @@ def graph_values(
 
 
 def eager_results(
-    joint: JointGraph,
-    model: nn.Module,
-    call: Callable[[], Sequence[torch.Tensor]],
-    values: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:
+    joint: JointGraph, model: nn.Module, call: Callable[[], Sequence[Tensor]], values: Sequence[Tensor]
+) -> list[Tensor | None]:
     """The graph's flat results as the untouched model computes them with autograd.
 
     `call` runs the model and returns the tensor outputs of the call in order. No gradient is accumulated, and what
@@ -217,8 +205,8 @@ def eager_results(
 
 
 def _gradients(
-    model: nn.Module, outputs: Sequence[torch.Tensor], tangents: Mapping[int, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    model: nn.Module, outputs: Sequence[Tensor], tangents: Mapping[int, Tensor]
+) -> dict[str, Tensor]:
     """By parameter name. `autograd.grad`: `.grad` of parameters and inputs, and what hooks do with it, stay."""
     trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
     pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
@@ -230,16 +218,13 @@ def _gradients(
     return {
         name: value if value.layout is torch.strided else value.to_dense()
         for name, value in zip(trained, found, strict=True)
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, Tensor)
     }
 
 
 def _result(
-    spec: GraphOutput,
-    outputs: Sequence[torch.Tensor],
-    model: nn.Module,
-    gradients: Mapping[str, torch.Tensor],
-) -> torch.Tensor | None:
+    spec: GraphOutput, outputs: Sequence[Tensor], model: nn.Module, gradients: Mapping[str, Tensor]
+) -> Tensor | None:
     if spec.kind == "output":
         return outputs[spec.index].detach().clone()
     if spec.kind == "buffer":
@@ -247,7 +232,7 @@ def _result(
     return gradients.get(spec.name)
 
 
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+def _named(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and states, by every name."""
     return {**_parameters(model), **named_state(model)}
 

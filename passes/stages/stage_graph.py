@@ -1,28 +1,30 @@
 """`StageGraph`: what one stage of a pipeline computes, and what passes between it and its neighbours. `Assigned`: which
-stage runs each op, and which part of a gradient each returns."""
+stage runs each op, and which part of a gradient each returns.
+
+Which stage runs each op of the backward: a minimum cut of bytes over each boundary between two stages.
+
+Most ops can run in one stage only. What is left lies around a boundary: sums of gradients, casts, expands. Of those as
+few bytes as possible are sent, in shapes that were sent the other way, so that every gradient is one of a value that
+was sent; and ties go by the line of the model that an op came from: that of what was sent, or of who reads it.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
 import torch
 from torch import fx
 
-from cost_model.errors import ShardingError
-from passes.ir.graph_properties import described
-from passes.ir.joint import JointGraph
-from passes.stages.backward_stages import backward_stages, pair_gradients
-from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
+from passes.ir.joint import JointGraph, results_nbytes
+from passes.ir.op_traits import is_use
+from passes.stages.graph_parts import GraphParts, Line, TensorKind, is_glued, model_line, operands
 from passes.stages.stage_places import (
+    BackwardPlaces,
     ForwardPlaces,
     GradientSum,
-    backward_places,
-    forward_places,
     gradient_sums,
-    output_places,
-    tangent_places,
 )
 
 
@@ -174,31 +176,6 @@ class Assigned:
         return tuple(sorted(set(self.returned.get(position, {}).values())))
 
 
-def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assigned:
-    """starts: position in `parts.forward` at which each stage but the first begins.
-
-    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage
-    to a later one.
-    """
-    own = {node: bisect_right(starts, i) for i, node in enumerate(parts.forward)}
-    places = forward_places(parts, own, stages - 1)
-    _check_buffers(parts, places)
-    sums = gradient_sums(parts)
-    bounds = backward_places(parts, places, sums)
-    outputs, tangents = output_places(parts, places), tangent_places(parts, places)
-    of = {**places.of, **backward_stages(parts, places, bounds, stages), **tangents}
-    _check_order(parts, of)
-    returned = {position: _returned(found, places, of) for position, found in sums.items()}
-    reach, back = _ends(parts, of, returned)
-    boundaries = range(stages - 1)
-    sent = tuple(tuple(n for n in parts.forward if of[n] <= b < reach.get(n, -1)) for b in boundaries)
-    late = [n for n in (*tangents, *parts.backward) if n in of]
-    returning = [[n for n in late if back.get(n, stages) <= b < of[n]] for b in boundaries]
-    _check_pieces(parts, [*sent, *returning])
-    gradients = pair_gradients(parts, sent, returning)
-    return Assigned(stages, of, outputs, sums, returned, sent, gradients)
-
-
 def assigned_like(first: Assigned, parts: GraphParts) -> Assigned:
     """`first` for the graph of another piece of the batch, which has the same ops: what sizes decide is as there."""
     here = {node.name: node for node in parts.joint.graph.nodes}
@@ -214,61 +191,182 @@ def assigned_like(first: Assigned, parts: GraphParts) -> Assigned:
     )
 
 
-def _returned(found: GradientSum, places: ForwardPlaces, of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Part of the gradient -> the last stage that holds the parameter and may have the part."""
-    at = places.holders.get(found.param, frozenset((0,)))
-    made = {part: of.get(part, places.last) for part in found.parts}
-    return {part: max((p for p in at if p <= stage), default=stage) for part, stage in made.items()}
-
-
-def _ends(
-    parts: GraphParts, of: Mapping[fx.Node, int], returned: Mapping[int, Mapping[fx.Node, int]]
-) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """(value of the forward -> the last stage that needs it, value of the backward -> the first that needs it)."""
-    reach: dict[fx.Node, int] = {}
-    back: dict[fx.Node, int] = {}
-    reads = [
-        (operand, of[n]) for n in (*parts.forward, *parts.backward) if n in of for operand in operands(n)
+def sent_kinds(parts: GraphParts, places: ForwardPlaces, boundary: int) -> list[fx.Node]:
+    """The values that pass between stages `boundary` and `boundary + 1` and may have a gradient."""
+    return [
+        n
+        for n in parts.forward
+        if places.of[n] <= boundary < places.reach.get(n, -1) and n in parts.differentiable
     ]
-    ends = [(part, stage) for found in returned.values() for part, stage in found.items()]
-    for value, stage in (*reads, *ends):
-        if value in parts.in_forward:
-            for leaf in parts.leaves([value], stage, of):
-                reach[leaf] = max(reach.get(leaf, 0), stage)
-        else:
-            back[value] = min(back.get(value, stage), stage)
-    return reach, back
 
 
-def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
-    for buffer in parts.changed:
-        at = places.holders.get(buffer, frozenset())
-        if len(at) > 1:
-            name = parts.specs[buffer].name
-            raise _uncuttable(
-                f"the buffer {name} is read in the stages {sorted(at)}; only the one that changes it knows its value",
-                parts.changed[buffer],
-                "a cut before or behind all of them",
-            )
+def backward_stages(
+    parts: GraphParts, places: ForwardPlaces, bounds: BackwardPlaces, stages: int
+) -> dict[fx.Node, int]:
+    """Every op of the backward that is no sum of a parameter's gradients -> its stage."""
+    lines = _lines(parts, places)
+    found = dict.fromkeys(bounds.latest, 0)
+    for boundary in range(stages - 1):
+        sent = sent_kinds(parts, places, boundary)
+        makers, readers = _lines_around(parts, places, sent, boundary)
+        for node in _Boundary(parts, bounds, lines, makers, readers, boundary).late(sent):
+            found[node] = boundary + 1
+    for node in parts.backward:  # in order: never later than what is read
+        if node in found:
+            read = [found[n] for n in operands(node) if n in found]
+            ceiling = min(read, default=found[node])
+            found[node] = ceiling if is_glued(node) else min(found[node], ceiling)
+    return found
 
 
-def _check_pieces(parts: GraphParts, passing: Sequence[Sequence[fx.Node]]) -> None:
-    for node in (node for nodes in passing for node in nodes):
-        if not passes_with_piece(parts.joint, node):
-            why = "what is made once for all pieces of the batch would pass from one to another"
-            raise _uncuttable(why, node, "another cut, or the op's module whole in one stage")
+def _lines(parts: GraphParts, places: ForwardPlaces) -> dict[Line, tuple[int, int]]:
+    """Line of the model -> the first and the last stage that runs it."""
+    found: dict[Line, tuple[int, int]] = {}
+    for node in parts.forward:
+        stage = places.of[node]
+        first, last = found.get(model_line(node), (stage, stage))
+        found[model_line(node)] = min(first, stage), max(last, stage)
+    return found
 
 
-def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:
-    for node in parts.backward:
+def _lines_around(
+    parts: GraphParts, places: ForwardPlaces, sent: Sequence[fx.Node], boundary: int
+) -> tuple[frozenset[Line], frozenset[Line]]:
+    """(lines that make what is sent, lines that read it behind the boundary)."""
+    passing = set(sent)
+    late = [n for n in parts.forward if places.of[n] > boundary]
+    readers = {model_line(n) for n in late if not passing.isdisjoint(operands(n))}
+    makers = {model_line(n) for n in sent}
+    return frozenset(makers - readers), frozenset(readers - makers)
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """Which ops run behind the boundary, in a later stage. An op is late if a late op reads it."""
+
+    parts: GraphParts
+    bounds: BackwardPlaces
+    lines: Mapping[Line, tuple[int, int]]
+    makers: frozenset[Line]
+    readers: frozenset[Line]
+    boundary: int
+
+    def late(self, sent: list[fx.Node]) -> list[fx.Node]:
+        at = self.boundary
+        low, high = self.bounds.earliest, self.bounds.latest
+        fixed = [n for n in low if low[n] > at]
+        free = {n for n in low if low[n] <= at < high[n]}
+        if not free:
+            return fixed
+        network = nx.DiGraph()
+        network.add_nodes_from(("late", "early"))
+        kinds = set(map(self.parts.kinds, sent))
+        for node in self.parts.backward:
+            if node in low:
+                self._add(network, node, free, kinds)
+        _, (late, _) = nx.minimum_cut(network, "late", "early")
+        return [*fixed, *(n for n in self.parts.backward if n in free and n.name in late)]
+
+    def _add(
+        self, network: nx.DiGraph, node: fx.Node, free: set[fx.Node], kinds: set[tuple[TensorKind, ...]]
+    ) -> None:
+        if node in free:
+            self._add_line(network, node)
+        end = self._end(node, free)
         for operand in operands(node):
-            apart = of.get(operand, 0) - of.get(node, 0)
-            if node in of and operand in of and (apart > 0 if operand in parts.in_forward else apart < 0):
-                why = "the backward of an earlier stage would read what a later one makes"
-                raise _uncuttable(why, node, "another cut")
+            if operand in self.bounds.latest and (operand in free or node in free):
+                self._add_read(network, operand, self._end(operand, free), end, kinds, is_glued(node))
+        wanted = self.bounds.wanted.get(node)
+        if wanted is not None and wanted <= self.boundary and end != "early":
+            self._add_read(network, node, end, "early", kinds, False)
+
+    def _end(self, node: fx.Node, free: set[fx.Node]) -> str:
+        if node in free:
+            return node.name
+        return "late" if self.bounds.earliest[node] > self.boundary else "early"
+
+    def _add_read(
+        self,
+        network: nx.DiGraph,
+        value: fx.Node,
+        maker: str,
+        reader: str,
+        kinds: set[tuple[TensorKind, ...]],
+        glued: bool,
+    ) -> None:
+        if maker != "late" and reader != "early":
+            network.add_edge(reader, maker)  # no capacity: a late op reads nothing early
+        if maker == "early" or reader == "late":
+            return
+        if glued:
+            network.add_edge(maker, reader)
+            return
+        sent = f"{value.name} sent"
+        if not network.has_edge(maker, sent):
+            alike = isinstance(value.meta["val"], torch.Tensor) and self.parts.kinds(value) in kinds
+            # How often the bytes of a gradient count that is like nothing sent.
+            weight = 1 if alike else 1 << 24
+            # A byte weighs more than all ties together: one each.
+            network.add_edge(maker, sent, capacity=results_nbytes(value) * weight * (1 << 16))
+        network.add_edge(sent, reader)
+
+    def _add_line(self, network: nx.DiGraph, node: fx.Node) -> None:
+        line = model_line(node)
+        run = self.lines.get(line, (0, self.boundary + 1))
+        if line in self.readers or run[0] > self.boundary:
+            network.add_edge("late", node.name, capacity=1)
+        elif line in self.makers or run[1] <= self.boundary:
+            network.add_edge(node.name, "early", capacity=1)
 
 
-def _uncuttable(why: str, node: fx.Node, remedy: str) -> ShardingError:
-    return ShardingError(
-        f"cannot cut the graph into these stages: {why}\n  {described(node)}\n  try: {remedy}"
+_SUM = torch.ops.aten.add.Tensor
+
+
+def pair_gradients(
+    parts: GraphParts, sent: Sequence[Sequence[fx.Node]], returning: Sequence[Sequence[fx.Node]]
+) -> tuple[Mapping[fx.Node, fx.Node], ...]:
+    """Per boundary: value sent -> gradient returned. A pair that passes several boundaries is one at all of them.
+
+    Among values alike, the one that comes from the line of the model that the gradient goes back to. A gradient that is
+    like nothing that was sent (of a view that an output of the call is, too) is paired with itself.
+    """
+    known: dict[fx.Node, fx.Node] = {}
+    found: list[Mapping[fx.Node, fx.Node]] = []
+    for values, gradients in zip(sent, returning, strict=True):
+        free = [value for value in values if value in parts.differentiable]
+        pairs: dict[fx.Node, fx.Node] = {}
+        for gradient in sorted(gradients, key=lambda n: known.get(n) not in free):
+            value = known[gradient] if known.get(gradient) in free else _match(parts, gradient, free)
+            known[gradient] = value
+            pairs[value] = gradient
+            if value is not gradient:
+                free.remove(value)
+        alone = [gradient for gradient in gradients if pairs.get(gradient) is gradient]
+        found.append({value: pairs[value] for value in (*values, *alone) if value in pairs})
+    return tuple(found)
+
+
+def _match(parts: GraphParts, gradient: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+    kinds = parts.kinds(gradient)
+    alike = [value for value in values if parts.kinds(value) == kinds]
+    if not alike:
+        return gradient
+    lines = _read_by(gradient)
+    return max(
+        alike, key=lambda value: (model_line(value) in lines, model_line(value)[0] in {m for m, _ in lines})
     )
+
+
+def _read_by(gradient: fx.Node) -> set[tuple[str, str]]:
+    """The lines of the ops that differentiate by the value of which `gradient` is one, behind sums."""
+    stack, found, seen = list(gradient.users), set[tuple[str, str]](), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "output":
+            continue
+        seen.add(node)
+        if is_use(node) or node.target is _SUM:
+            stack.extend(node.users)
+        else:
+            found.add(model_line(node))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,13 +13,30 @@ from cost_model.errors import ShardingError
 from passes.canonicalize.mark_rows import LAST
 from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
 from passes.ir.graph_pass import erase_dead, run_passes
+from passes.ir.graph_properties import described
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.op_traits import is_piece, when_run
 from passes.ir.process_state import collector_paused
 from passes.ir.torch_compat import lazy_module
 from passes.ir.torch_dispatch import copied_input
-from passes.stages.graph_parts import GraphParts, base, graph_parts, operands, tensor_kind
-from passes.stages.stage_graph import Assigned, Crossing, StageGraph, assign_stages, assigned_like
+from passes.stages.graph_parts import GraphParts, base, graph_parts, operands, passes_with_piece, tensor_kind
+from passes.stages.stage_graph import (
+    Assigned,
+    Crossing,
+    StageGraph,
+    assigned_like,
+    backward_stages,
+    pair_gradients,
+)
+from passes.stages.stage_places import (
+    ForwardPlaces,
+    GradientSum,
+    backward_places,
+    forward_places,
+    gradient_sums,
+    output_places,
+    tangent_places,
+)
 
 Cut = Sequence[str]
 """For every stage but the first the op of the forward that it begins with, in the graph's order."""
@@ -30,8 +48,8 @@ def stage_graphs(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
 
     joint: canonical, before `passes.states` adds anything, which is for each stage by itself. An op of the forward runs
     in the stage whose part of the graph it stands in; what is computed from inputs alone and is no product, in every
-    stage that needs it. An op of the backward runs where the values
-    and parameters are that it works on (`passes.stages.backward_stages`).
+    stage that needs it. An op of the backward runs where the values and parameters are that it works on
+    (`passes.stages.stage_graph`).
 
     What passes is that of the first piece, where the graph is of a batch in pieces; the graphs of its `others` are cut
     alike.
@@ -41,7 +59,7 @@ def stage_graphs(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
     """
     parts = graph_parts(joint)
     count = len(cut) + 1
-    assigned = assign_stages(parts, _starts(parts, cut), count)
+    assigned = _assign_stages(parts, _starts(parts, cut), count)
     others = [(other, assigned_like(assigned, other)) for other in map(graph_parts, joint.others)]
     found: list[StageGraph] = []
     for stage in range(count):
@@ -290,10 +308,92 @@ class _Builder:
 
 def _set_phases(graph: fx.Graph, outputs: Iterable[GraphOutput]) -> None:
     """The forward is what values other than gradients depend on."""
-    results = graph.output_node().args[0]
-    assert isinstance(results, tuple)
-    pairs = zip(outputs, results, strict=True)
+    pairs = zip(outputs, graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     forward = ancestors(n for spec, n in pairs if isinstance(n, fx.Node) and spec.kind != "grad")
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["phase"] = "forward" if node in forward else "backward"
+
+
+def _assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assigned:
+    """starts: position in `parts.forward` at which each stage but the first begins.
+
+    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage
+    to a later one.
+    """
+    own = {node: bisect_right(starts, i) for i, node in enumerate(parts.forward)}
+    places = forward_places(parts, own, stages - 1)
+    _check_buffers(parts, places)
+    sums = gradient_sums(parts)
+    bounds = backward_places(parts, places, sums)
+    outputs, tangents = output_places(parts, places), tangent_places(parts, places)
+    of = {**places.of, **backward_stages(parts, places, bounds, stages), **tangents}
+    _check_order(parts, of)
+    returned = {position: _returned(found, places, of) for position, found in sums.items()}
+    reach, back = _ends(parts, of, returned)
+    boundaries = range(stages - 1)
+    sent = tuple(tuple(n for n in parts.forward if of[n] <= b < reach.get(n, -1)) for b in boundaries)
+    late = [n for n in (*tangents, *parts.backward) if n in of]
+    returning = [[n for n in late if back.get(n, stages) <= b < of[n]] for b in boundaries]
+    _check_pieces(parts, [*sent, *returning])
+    gradients = pair_gradients(parts, sent, returning)
+    return Assigned(stages, of, outputs, sums, returned, sent, gradients)
+
+
+def _returned(found: GradientSum, places: ForwardPlaces, of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Part of the gradient -> the last stage that holds the parameter and may have the part."""
+    at = places.holders.get(found.param, frozenset((0,)))
+    made = {part: of.get(part, places.last) for part in found.parts}
+    return {part: max((p for p in at if p <= stage), default=stage) for part, stage in made.items()}
+
+
+def _ends(
+    parts: GraphParts, of: Mapping[fx.Node, int], returned: Mapping[int, Mapping[fx.Node, int]]
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """(value of the forward -> the last stage that needs it, value of the backward -> the first that needs it)."""
+    reach: dict[fx.Node, int] = {}
+    back: dict[fx.Node, int] = {}
+    known = [node for node in (*parts.forward, *parts.backward) if node in of]
+    reads = [(operand, of[node]) for node in known for operand in operands(node)]
+    ends = [(part, stage) for found in returned.values() for part, stage in found.items()]
+    for value, stage in (*reads, *ends):
+        if value in parts.in_forward:
+            for leaf in parts.leaves([value], stage, of):
+                reach[leaf] = max(reach.get(leaf, 0), stage)
+        else:
+            back[value] = min(back.get(value, stage), stage)
+    return reach, back
+
+
+def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
+    for buffer in parts.changed:
+        at = places.holders.get(buffer, frozenset())
+        if len(at) > 1:
+            name = parts.specs[buffer].name
+            raise _uncuttable(
+                f"the buffer {name} is read in the stages {sorted(at)}; only the one that changes it knows its value",
+                parts.changed[buffer],
+                "a cut before or behind all of them",
+            )
+
+
+def _check_pieces(parts: GraphParts, passing: Sequence[Sequence[fx.Node]]) -> None:
+    for node in (node for nodes in passing for node in nodes):
+        if not passes_with_piece(parts.joint, node):
+            why = "what is made once for all pieces of the batch would pass from one to another"
+            raise _uncuttable(why, node, "another cut, or the op's module whole in one stage")
+
+
+def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:
+    for node in parts.backward:
+        for operand in operands(node):
+            apart = of.get(operand, 0) - of.get(node, 0)
+            if node in of and operand in of and (apart > 0 if operand in parts.in_forward else apart < 0):
+                why = "the backward of an earlier stage would read what a later one makes"
+                raise _uncuttable(why, node, "another cut")
+
+
+def _uncuttable(why: str, node: fx.Node, remedy: str) -> ShardingError:
+    return ShardingError(
+        f"cannot cut the graph into these stages: {why}\n  {described(node)}\n  try: {remedy}"
+    )

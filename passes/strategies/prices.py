@@ -11,21 +11,27 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import fx
 
-from cost_model.compute import ComputePrices
+from cost_model.compute import ComputePrices, KernelKey, KernelWork, Priced
 from cost_model.groups import group_shape
 from cost_model.measurements import MEMORY_KINDS, Lateness
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
-from cost_model.timed import KernelKey, KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
 from passes.ir.op_traits import fuses, is_view, op_signature
-from passes.ir.op_work import arithmetic_kind, global_flops, rate_name
+from passes.ir.op_work import (
+    NARROW_PRODUCTS,
+    arithmetic_kind,
+    global_flops,
+    kernel_form,
+    kernel_key,
+    local_key,
+    operand_orders,
+)
 from passes.ir.routing import BALANCED
 from passes.layout.layout import ROUTED, FactorSplit, JoinedAxes, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import Exchange, OpRule
 from passes.rules.core.rule_registry import rule_for
-from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, operand_orders
 from passes.strategies.traffic import OpTraffic, TrafficModel, fused_traffic
 
 T = TypeVar("T")
@@ -65,7 +71,7 @@ def strategy_seconds(
     if is_view(node):
         return np.zeros(len(strategies))
     flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
-    dtype = rate_name(node)
+    dtype = _rate_name(node)
     operands = tensor_operands(node)
     results = [i for i, value in enumerate(node_values(node)) if value is not None] if flow.writes else []
     form = None if prices.timed is None else _timed_form(node, flow)
@@ -144,7 +150,7 @@ def local_work(node: fx.Node, flow: OpTraffic) -> KernelWork:
         for values in (read, kept if flow.writes else ())
     )
     kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
-    return KernelWork(flops, loaded + stored, rate_name(node), kind, stored, flow.writes)
+    return KernelWork(flops, loaded + stored, _rate_name(node), kind, stored, flow.writes)
 
 
 def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> Sequence[float]:
@@ -296,3 +302,10 @@ class Prices:
         if timed is None or kind is None:
             return "modelled"
         return timed.collective_priced(kind, group_shape(self.links or self.mesh, axes), nbytes)
+
+
+def _rate_name(node: fx.Node) -> str:
+    """By which a profile has the op's rate: its dtype, "float8" of all of 8 bits; of a product of these, theirs."""
+    narrow = node.target in NARROW_PRODUCTS
+    dtype = (node_value(tensor_operands(node)[0]) if narrow else first_value(node)).dtype
+    return "float8" if dtype.is_floating_point and dtype.itemsize == 1 else str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import fx
@@ -24,10 +25,10 @@ from passes.ir.op_traits import (
     numel,
     op_kind,
     op_name,
+    reads_shape_only,
     storage_root,
 )
-from passes.ir.op_work import reads_values
-from passes.strategies.kernel_keys import dtype_of, kernel_form, may_be_timed
+from passes.ir.op_work import dtype_of, kernel_form, may_be_timed
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def eager_traffic(node: fx.Node) -> OpTraffic:
 def fused_traffic(node: fx.Node) -> OpTraffic:
     """Fusion as Inductor does it: a pointwise op reads what a non-fusing op stored, and is itself
     stored only where something that cannot fuse with it reads it, or the other phase, which computes it again where
-    that reads no more bytes (`passes.lower.recompute`)."""
+    that reads no more bytes (`passes.states.compute_again`)."""
     if is_view(node):
         return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
     reads = tuple(
@@ -326,3 +327,21 @@ def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
     """Whether `node`, among the nodes of one line that read a value, is the one for which it is counted."""
     line = _line(node)
     return next(reader for reader in _readers(storage_root(operand)) if _line(reader) == line) is node
+
+
+_SHAPE_OF_INPUT = ("aten.avg_pool", "aten.reflection_pad", "aten.replication_pad")
+"""Ops whose gradients take the input, as operand 1, for its shape."""
+
+
+def reads_values(node: fx.Node) -> tuple[bool, ...]:
+    """Per tensor operand, whether the op reads its elements; of some, creations and gradients only need the shape."""
+    count = len(tensor_operands(node))
+    if reads_shape_only(node):
+        return (False, *(True,) * (count - 1))
+    if node.target is torch.ops.aten.convolution_backward.default:
+        of_input, *of_others = (bool(wanted) for wanted in cast(Sequence[bool], node.args[10]))
+        return (True, any(of_others), of_input)
+    name = op_name(node).removesuffix(".default")
+    if name.endswith("_backward") and name.startswith(_SHAPE_OF_INPUT):
+        return tuple(position != 1 for position in range(count))
+    return (True,) * count

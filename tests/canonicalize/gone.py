@@ -11,7 +11,7 @@ from passes.canonicalize.normalize_arguments import VIEWS
 from passes.canonicalize.permutes import EQUATIONS
 from passes.canonicalize.random_to_uniform import FILLS, RANGES
 from passes.canonicalize.remove_noops import ALIASES, WRITTEN
-from passes.capture.decompositions import decomposition_table
+from passes.capture.trace import decomposition_table
 
 __all__ = ["is_gone"]
 

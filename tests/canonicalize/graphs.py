@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from passes.canonicalize.normalize_arguments import NormalizeArguments
 from passes.canonicalize.random_to_uniform import NormalizeCreations
 from passes.canonicalize.remove_noops import RemoveDeadCode, RemoveNoops
-from passes.capture.decompositions import decomposition_table
+from passes.capture.trace import decomposition_table
 from passes.ir.graph_pass import GraphPass, copy_joint, run_passes
 from passes.ir.graph_properties import INVARIANTS
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.capture.decompositions import decomposition_table
+from passes.capture.trace import decomposition_table
 from tests.canonicalize.functions import FUNCTIONS
 from tests.canonicalize.graphs import Function, arguments, joint_of, ops, ramp, run
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
 from autoshard.global_call import counts_as_in_order, global_call
-from autoshard.verification.simulated_sizes import ALL_SIZES
+from autoshard.verification.simulated_step import ALL_SIZES
 from cost_model.errors import CaptureError
 from passes.canonicalize import canonicalize
 from passes.capture import capture, flatten_call
-from passes.capture.memory_order import laid, lies_as
+from passes.capture.decomposed_places import laid, lies_as
 from passes.plan.describe import graph_hash
 from tests.capture.running import check, run_eager, run_graph, tensors_of
 from tests.profiles import slow_compute

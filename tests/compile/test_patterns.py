@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.compile.fuse_eager import Pattern, is_read_elsewhere, matches, op
+from passes.compile.join_linears import Pattern, is_read_elsewhere, matches, op
 
 aten = torch.ops.aten
 add, mul, total = op(aten.add.Tensor), op(aten.mul.Tensor), op(aten.sum.dim_IntList)

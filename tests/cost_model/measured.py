@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.measure.collective_work import Buffers, Pause, collective_work, whole_size
 from cost_model.measure.measure import CheckedPoint, recheck
-from cost_model.measure.peers import groups_over, new_group, teams_of, world_peers
-from cost_model.measure.sampling import Series, sample
+from cost_model.measure.peers import groups_over, new_group, teams_of
+from cost_model.measure.sampling import Series, sample, world_peers
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 

@@ -13,18 +13,9 @@ import torch.distributed as dist
 from cost_model.errors import ProfileError
 from cost_model.groups import group_ranks, model_lines, occupancy, shapes_of
 from cost_model.measure.collective_work import whole_size
-from cost_model.measure.kernel_series import DTYPES, device_rates, device_series
-from cost_model.measure.kernel_work import matmul_flops
-from cost_model.measure.links import (
-    PEAK_MARGIN,
-    Levels,
-    fit_links,
-    hidden_share,
-    levels_of,
-    overlap_efficiency,
-    waiting_share,
-)
-from cost_model.measure.measure import nbytes_ladder
+from cost_model.measure.kernel_work import DTYPES, device_rates, device_series, matmul_flops
+from cost_model.measure.links import PEAK_MARGIN, Levels, fit_links, hidden_share, waiting_share
+from cost_model.measure.measure import levels_of, nbytes_ladder, overlap_efficiency
 from cost_model.measure.peers import Peers, Team
 from cost_model.measure.sampling import Bench, Series, sample
 from cost_model.measurements import (
@@ -38,7 +29,7 @@ from cost_model.measurements import (
     spread,
 )
 from cost_model.mesh import MeshSpec
-from cost_model.profile_check import check_profile
+from cost_model.profile_record import check_profile
 
 
 class Scripted:

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cost_model.collectives import CollectivePrices
-from cost_model.correction import scaled_link
 from cost_model.measurements import CollectiveSamples
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
+from cost_model.profile import Profile, scaled_link
 
 NODE, CLUSTER = MeshSpec({"tp": 8}), MeshSpec({"dp": 4, "tp": 8})
 SIZES = (2**14, 2**20, 2**28)

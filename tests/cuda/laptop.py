@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoshard import MeshSpec, find_plan
-from autoshard.command_words import parse_mesh
+from autoshard.planner.plan_command import parse_mesh
 from tests.cuda.programs import PRECISIONS, model_and_inputs
 from tests.profiles import slow_compute
 

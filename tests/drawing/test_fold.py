@@ -5,8 +5,7 @@ from __future__ import annotations
 import networkx as nx
 
 from autoshard.drawing.drawn_groups import fold_repeats
-from autoshard.drawing.svg import make_scene
-from autoshard.plan.plan_graph import totals
+from autoshard.drawing.svg import make_scene, totals
 from tests.drawing.samples import mlp, transformer
 
 

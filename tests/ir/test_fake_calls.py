@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from cost_model.mesh import MeshSpec
-from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import FakeCalls
 from passes.ir.op_traits import op_signature
 from passes.ir.torch_dispatch import copied_node
 from passes.lower.partition import _Writer, _Written, partition

@@ -22,9 +22,9 @@ from passes.ir.op_traits import (
     rounds,
     storage_root,
 )
-from passes.ir.op_work import global_flops, reads_values
+from passes.ir.op_work import global_flops
 from passes.rules.core.rule_table import TABLE
-from passes.strategies.traffic import fused_traffic
+from passes.strategies.traffic import fused_traffic, reads_values
 
 aten = torch.ops.aten
 autoshard = torch.ops.autoshard

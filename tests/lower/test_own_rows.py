@@ -19,8 +19,8 @@ from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
+from passes.ops.collective_ops import exchange_rows, returned, sent
 from passes.ops.routed_ops import routed_mm
-from passes.ops.sent_rows import exchange_rows, returned, sent
 from passes.schedule.schedule import behind_ids, scheduled
 from passes.simulate.lockstep import simulated_groups
 from tests.schedule.planned import run_phases, shards

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from passes.capture.decompositions import decomposition_table
+from passes.capture.trace import decomposition_table
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
 from passes.ir.op_traits import is_cheap
 from passes.lower.phases import Phases, split_phases

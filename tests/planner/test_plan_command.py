@@ -20,9 +20,11 @@ from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.task import Task
 from autoshard.planner import priced_runs
 from autoshard.planner.configuration import AlongTheCall, Configuration
-from autoshard.planner.meta_models import Call, GivenModel, MetaModel
 from autoshard.planner.priced_runs import (
+    Call,
+    GivenModel,
     Machine,
+    MetaModel,
     Run,
     Workload,
     best_run,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, Plan, PlanError, Profile, find_plan
-from cost_model.correction import scaled_link
 from cost_model.measurements import CollectiveSamples
+from cost_model.profile import scaled_link
 from tests.plans.test_patterns import DP4, H100, regression, rows
 from tests.profiles import slow_compute
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_search import StageSearch, _suits
-from autoshard.plan.stage_tasks import PlannedStage, names_alike, stage_task
+from autoshard.plan.stage_tasks import PlannedStage, StageCutter, names_alike, stage_task
 from autoshard.plan.task import search_plan
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from autoshard import MeshSpec, find_plan
-from autoshard.plan import family_choices as module
-from autoshard.plan.family_choices import families_within
+from autoshard.plan import task as module
+from autoshard.plan.task import families_within
 from autoshard.planning import canonical_capture
 
 MESH = MeshSpec({"a": 4})

@@ -17,7 +17,7 @@ from autoshard.plan.division import Division
 from autoshard.plan.plan import PipelinePlan as Pipeline
 from autoshard.plan.plan_ends import parameter_shapes, resolve_pins
 from autoshard.plan.plan_stages import _counts, plan_stages
-from autoshard.plan.stage_cut import StageCutter
+from autoshard.plan.stage_tasks import StageCutter
 from cost_model.deadline import Deadline
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph

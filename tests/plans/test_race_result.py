@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.plan.plan_content import Raced
 from autoshard.plan.plan_words import race_lines
-from autoshard.runtime.race import beside_each_other, by_speed, rounds_within, step_seconds
+from autoshard.runtime.starting import beside_each_other, by_speed, rounds_within, step_seconds
 
 TIMES = [
     [[3.0, 1.0, 2.0], [5.0, 5.0, 5.0]],  # rank 0: of two plans three steps each

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from autoshard import Plan, verify
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
+from autoshard.reporting.report_steps import axes_by_group
 from autoshard.runtime.observe import PhaseRun
-from autoshard.runtime.process_groups import axes_by_group
 from autoshard.runtime.session import Session
 from passes.lower.phases import Phases
 from passes.plan.decide import decide

@@ -19,8 +19,8 @@ from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.phases import Backward, Phases
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.decide import decide
-from passes.predict.predict_program import predict_phases, slowest_ranks
-from passes.predict.predict_step import predicted_step
+from passes.predict.predict_program import predict_phases
+from passes.predict.predict_step import predicted_step, slowest_ranks
 from passes.predict.prediction import Prediction
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from cost_model.measure.host_memory import host_memory_of
 from passes.ir.torch_compat import allocations
-from passes.ops import named_collective
-from passes.ops.uniform import uniform_reference
+from passes.ops import collective_ops
+from passes.ops.layer_ops import uniform_reference
 from passes.predict.workspaces import random_words, workspaces_on
 from passes.strategies.traffic import eager_traffic, fused_traffic
 from tests.ranks import RankPool
@@ -43,9 +43,9 @@ def measured(rank: int) -> dict[str, int]:
     group, x = made.group_name, torch.ones(LENGTH)  # type: ignore[union-attr]
     wait = c10d.wait_tensor.default
     return {
-        "all_gather": most(lambda: wait(named_collective.all_gather(x, 2, group))),
-        "reduce_scatter": most(lambda: wait(named_collective.reduce_scatter(x, "sum", 2, group))),
-        "all_reduce": most(lambda: wait(named_collective.all_reduce(x, "sum", group))),
+        "all_gather": most(lambda: wait(collective_ops.all_gather(x, 2, group))),
+        "reduce_scatter": most(lambda: wait(collective_ops.reduce_scatter(x, "sum", 2, group))),
+        "all_reduce": most(lambda: wait(collective_ops.all_reduce(x, "sum", group))),
     }
 
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.profiling.startup import attend
-from cost_model.measure.kernel_series import kernel_series
-from cost_model.measure.kernel_work import attention_work
+from cost_model.measure.kernel_work import attention_work, kernel_series
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cost_model.measure.kernel_series import with_kernel_rates
-from cost_model.measure.kernel_work import update_work, updated_together
+from cost_model.measure.kernel_work import update_work, updated_together, with_kernel_rates
 from cost_model.measurements import DeviceRates, MatmulRates, SampledCurve
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard.planner import readers
-from autoshard.planner.meta_models import MetaModel
+from autoshard.planner.priced_runs import MetaModel
 from benchmarks.published_parallel import CONFIGURATIONS, configured_rows, table_row
 
 RUNS = {one.file: one for one in configured_rows()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoshard import PipelinePlan, PlanError, report
-from autoshard.reporting.pipeline_report import measured_timeline
+from autoshard.reporting.measured import measured_timeline
 from autoshard.runtime.observe import RankStep
 from passes.stages.pipeline_orders import Action, pipeline_order
 from tests.api.programs import parallel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from passes.capture.decompositions import decomposition_table
+from passes.capture.trace import decomposition_table
 from passes.ir.joint import JointGraph
 from passes.lower.phases import Backward, Phases, split_phases
 from tests.runtime.graphs import joint_graph

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard import PipelinePlan
-from autoshard.runtime import race
+from autoshard.runtime import starting
 from autoshard.runtime.trial_run import RaceEntry, Track
 from passes.stages.pipeline_orders import ORDERS
 from tests.api.programs import Axes, assert_close, full, parallel, two_linear
@@ -34,7 +34,7 @@ def raced(rank: int, case: str, staged_wins: bool | None) -> tuple[Any, bool, li
     args, kwargs = CASES[name].call(BATCH)
     x = (*args, *kwargs.values())[0]
     before, alone = written(model, x), []
-    won, step = race._won, Track.step
+    won, step = starting._won, Track.step
     staged: dict[str, bool] = {}
 
     def watched(mesh: Any, starters: Any, limit: Any) -> Any:
@@ -48,14 +48,14 @@ def raced(rank: int, case: str, staged_wins: bool | None) -> tuple[Any, bool, li
         step(track, name, entry)
         return 1.0 if staged[name] is staged_wins else 9.0
 
-    race._won = watched
+    starting._won = watched
     if staged_wins is not None:
         Track.step = told  # type: ignore[method-assign]
     try:
         parallel(model, axes, race=3, **options)
         model(*args, **kwargs)
     finally:
-        race._won, Track.step = won, step  # type: ignore[method-assign]
+        starting._won, Track.step = won, step  # type: ignore[method-assign]
     plan = model.autoshard_plan
     assert [one.measured for one in plan.race] == sorted(one.measured for one in plan.race)
     kind = plan.schedule if isinstance(plan, PipelinePlan) else "none"

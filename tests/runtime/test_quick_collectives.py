@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cost_model.measure.host_memory import host_memory_of
 from cost_model.measure.own_collectives import in_one_round
-from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
+from passes.ops.collective_ops import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
 from tests.ranks import RankPool
 
 wait = torch.ops._c10d_functional.wait_tensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from autoshard.plan.plan import Plan
-from autoshard.runtime import race
+from autoshard.runtime import starting
 from autoshard.runtime.trial_run import RaceEntry, Track, update_like
 from autoshard.watching.agreement import in_company
 from cost_model.errors import ShardingError
@@ -49,21 +49,21 @@ def left_alone(rank: int, at_once: bool) -> tuple[bool, int, str]:
     def compare(*args: Any) -> None:
         seen.append(all(map(torch.equal, before, written(model, x))))
 
-    raced = race._won  # the race itself: what follows lays the parameters out
+    raced = starting._won  # the race itself: what follows lays the parameters out
 
     def watched(*args: Any) -> Any:
         won = raced(*args)
         compare()
         return won
 
-    race._won = watched
+    starting._won = watched
     try:
         parallel(model, LINE, (x,) if at_once else None, race=3)
         if not at_once:
             assert not hasattr(model, "autoshard_plan")
             model(x)
     finally:
-        race._won = raced
+        starting._won = raced
     plan = model.autoshard_plan
     assert [one.measured for one in plan.race] == sorted(one.measured for one in plan.race)
     gradients = all(p.grad is not None for p in model.parameters())
@@ -114,13 +114,13 @@ def invented(rank: int, seconds: dict[str, float], beside: bool) -> tuple[list[s
         kept.update({starter.candidate.name: starter.candidate.plan for starter in starters})
         return old[2](mesh, starters, limit)
 
-    old = Track.step, race.beside_each_other, race._won
-    Track.step, race.beside_each_other, race._won = step, lambda needs, room: beside, won
+    old = Track.step, starting.beside_each_other, starting._won
+    Track.step, starting.beside_each_other, starting._won = step, lambda needs, room: beside, won
     try:
         model = normed()
         parallel(model, LINE, (data()[0],), race=3)
     finally:
-        Track.step, race.beside_each_other, race._won = old
+        Track.step, starting.beside_each_other, starting._won = old
     plan = model.autoshard_plan
     placed = str({name: p.placements for name, p in model.named_parameters()})
     assert placed == str(dict(kept[plan.race[0].name].parameters))

@@ -18,7 +18,7 @@ from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.plan_content import Rehearsed
 from autoshard.plan.task import search_plan
 from autoshard.refine.refine import DividedRounds
-from autoshard.runtime import race
+from autoshard.runtime import starting
 from autoshard.runtime.observe import StageRecorder
 from autoshard.runtime.trial_run import RaceEntry, Track
 from cost_model.measure.clock import Marks
@@ -84,12 +84,12 @@ def test_not_where_its_steps_take_long() -> None:
     """Five at least, in a tenth of the time limit; nor where they are not worth it."""
     plan = search_plan(task())
     timed = replace(plan, step_time=1.0, origin=structs.replace(plan.origin, timed="some"))
-    assert [race.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
+    assert [starting.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
     # There was no time for it; 200 steps of 20 ms are not worth it.
     untimed = replace(timed, origin=plan.origin)
-    assert race.is_to_rehearse(untimed, 51.0)
-    assert not race.is_to_rehearse(replace(untimed, step_time=0.02), 51.0)
-    assert not race.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
+    assert starting.is_to_rehearse(untimed, 51.0)
+    assert not starting.is_to_rehearse(replace(untimed, step_time=0.02), 51.0)
+    assert not starting.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
 
 
 def test_what_stages_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +112,10 @@ def test_ranks_are_as_busy_as_their_median_steps() -> None:
     ranks' time."""
     plan = in_stages(1.0)
     slowest = [2.2, 2.0, 1.8], [1.5, 1.6, 1.4]
-    found = race._as_measured(plan, [slowest, ([1.0] * 3, [0.9] * 3)])
+    found = starting._as_measured(plan, [slowest, ([1.0] * 3, [0.9] * 3)])
     assert found.rehearsed == Rehearsed(plan.step_time, 2.0, pytest.approx((1.5 + 0.9) / 4.0))
     assert found.step_time == pytest.approx(2.0)
-    untold = race._as_measured(plan, [([2.0], []), ([1.0], [])])
+    untold = starting._as_measured(plan, [([2.0], []), ([1.0], [])])
     assert untold.rehearsed == Rehearsed(plan.step_time, 2.0) and untold.bubble == pytest.approx(plan.bubble)
 
 
@@ -125,7 +125,7 @@ def test_the_slowest_rank_decides_and_the_next_start_knows(ranks: RankPool, refi
     for step, modelled, took, _, _, alone in (*first, *again):
         assert step == took == 3.0 and modelled is not None and 0.0 < modelled < 3.0 and alone
     assert len({said[3] for said in (*first, *again)}) == 1
-    assert [said[4] for said in first] == [2 + race._LEAST_STEPS] * 2
+    assert [said[4] for said in first] == [2 + starting._LEAST_STEPS] * 2
     assert [said[4] for said in again] == [0, 0]
 
 
@@ -153,7 +153,7 @@ def test_pieces_and_stages_are_rehearsed_once(
         assert step == pytest.approx(3.0) and took == 3.0
         assert modelled is not None and 0.0 < modelled < 3.0 and alone
     assert len({said[3] for said in (*first, *again)}) == 1
-    assert [said[4] for said in first] == [2 + race._LEAST_STEPS] * 2
+    assert [said[4] for said in first] == [2 + starting._LEAST_STEPS] * 2
     assert [said[4] for said in again] == [0, 0]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.plan.plan_fits import runnable
 from autoshard.planning import canonical_capture, find_plan
 from autoshard.runtime.leaves import CallEnds
-from autoshard.runtime.sized_code import SizedPhases
+from autoshard.runtime.sized_code import Lowered, SizedPhases
 from cost_model.mesh import MeshSpec
 from passes.ir.size_names import SizeNames
 from passes.ir.sized_graph import SizedJoint, same_nodes
@@ -57,7 +57,7 @@ def test_a_program_in_symbols_is_what_lowering_gives(
         with symbolic_sizes():
             symbols = SizeSymbols(hint)
             program = lowered(joint.at(hint, symbols), rank)
-            code = SizedPhases(program, CallEnds((), ()), symbols)
+            code = SizedPhases(Lowered([program], 1, CallEnds((), ())), symbols)
         evaluate = evaluation(2, code.holds, code.codes)
         assert evaluate(hint) is not None
         known = [size for size in SIZES if evaluate(size) is not None]

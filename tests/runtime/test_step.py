@@ -16,12 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from autoshard.runtime.leaves import InputSide, OutputSide, conform, output_wrapper, plain_input
-from autoshard.runtime.piece_code import Compiler
+from autoshard.runtime.leaves import Compiler, InputSide, OutputSide, conform, output_wrapper, plain_input
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import PhaseCode, Program
 from cost_model.mesh import MeshSpec
-from passes.capture.decompositions import decomposition_table
+from passes.capture.trace import decomposition_table
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
 from passes.layout.layout import Layout
 from passes.lower.partition import RankGraph

@@ -18,7 +18,7 @@ from autoshard import is_tuned
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import resolve_pins
 from autoshard.plan.task import CallLayouts, search_plan
-from autoshard.runtime import starting, tuning
+from autoshard.runtime import session, tuning
 from autoshard.runtime.beside import Better, Talk
 from autoshard.runtime.making import Call
 from autoshard.runtime.planner import Planner
@@ -51,7 +51,7 @@ def finds(patch: pytest.MonkeyPatch, model: nn.Module, better: Pins) -> None:
         task = planner.task(call.whole, call.layouts, held)
         return lambda talk: talk.send(Better(search_plan(task).to_json()))
 
-    patch.setattr(starting, "search_beside", search)
+    patch.setattr(session, "search_beside", search)
 
 
 def starts_poorly(patch: pytest.MonkeyPatch, model: nn.Module) -> None:

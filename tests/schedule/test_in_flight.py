@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from cost_model.measure.host_memory import host_memory_of
-from passes.ops.named_collective import NAMED_BY_NAME
+from passes.ops.collective_ops import NAMED_BY_NAME
 from tests.ranks import RankPool
 
 FLYING = 8

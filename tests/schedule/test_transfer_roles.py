@@ -10,8 +10,8 @@ from autoshard.planning import canonical_capture
 from passes.ir.joint import JointGraph, ops_by_phase, segments, tensor_operands
 from passes.ir.op_traits import is_collect
 from passes.micro_batches.cut_batch import cut_batch
+from passes.plan.transfers import PhaseRoles, TransferRole, hidden_reads
 from passes.schedule.overlap import Overlap
-from passes.schedule.transfer_roles import PhaseRoles, TransferRole, hidden_reads
 from tests.schedule.by_hand import Script, order
 from tests.schedule.planned import joint_of
 

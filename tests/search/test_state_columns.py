@@ -12,7 +12,7 @@ import pytest
 import passes.search.state_columns as state_columns
 from passes.search.search_space import CostKinds
 from passes.search.state_columns import Columns
-from passes.solver.alike import Ties
+from passes.solver.graph import Ties
 from passes.solver.problem import Infeasible, Problem, Solution
 from tests.search.test_overlapped import random_kinds
 from tests.solver.layered import layered

@@ -13,7 +13,7 @@ from cost_model.timeline import Event, Timeline
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, ops_by_phase, result_index, tensor_operands
-from passes.schedule.transfer_roles import HiddenReads, hidden_reads
+from passes.plan.transfers import HiddenReads, hidden_reads
 from passes.search.search_space import overlapped_seconds
 from passes.search.step_kinds import (
     EXPOSED,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from passes.solver import core
-from passes.solver.alike import REACH, alike
-from passes.solver.graph import Graph
+from passes.solver.graph import REACH, Graph, alike
 from passes.solver.problem import Array, Problem, Tables
 from passes.solver.solve import solve
 

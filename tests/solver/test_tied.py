@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.solver.alike import Ties
+from passes.solver.graph import Ties
 from passes.solver.problem import Problem
 from tests.solver.layered import layered
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
 from autoshard.planning import canonical_capture
-from passes.lower.interior import in_parts
+from passes.lower.op_on_rank import in_parts
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
 from tests.one_search import ONE_SEARCH

@@ -14,8 +14,7 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Halo, Layout, Span
-from passes.ops.halo_op import AtOnce
-from passes.redistribution.halo_steps import HaloSite, halo_exchange, halo_reduce, pieces
+from passes.ops.halo_op import AtOnce, HaloSite, halo_exchange, halo_reduce, pieces
 from passes.redistribution.steps import HaloExchange, HaloReduce
 from tests.redistribution.layouts import random_sizes
 

@@ -21,9 +21,9 @@ from autoshard.neighborhood import na1d, na2d, na3d
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.compile.bind_device import expand_ops
 from passes.ir.op_work import arithmetic_kind, global_flops
-from passes.layout.windows import NeighborhoodWindow
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
+from passes.rules.windowed.patches import NeighborhoodWindow
 from tests.spatial.test_window_rules import Case, mismatch, tensor
 
 ops = torch.ops.autoshard

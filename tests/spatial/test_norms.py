@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from autoshard import Plan, autoshard
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planning import canonical_capture
-from autoshard.verification.part_errors import held_value
+from autoshard.verification.simulated_step import held_value
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.piecewise import one_piece

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
+from autoshard.runtime.pipeline_program import torch_schedule
+from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward
 from passes.simulate.reference import graph_values
 from passes.stages.pipeline_orders import ORDERS
 from passes.stages.stage_graph import Crossing

@@ -11,8 +11,7 @@ from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.planning import canonical_capture
 from passes.ir.joint import node_values
 from passes.ir.op_traits import is_use
-from passes.strategies.chains import find_chains
-from passes.strategies.cuts import NO_CUTS, ops_of
+from passes.strategies.cuts import NO_CUTS, find_chains, ops_of
 from tests.one_search import ONE_SEARCH
 from tests.profiles import dear_start
 

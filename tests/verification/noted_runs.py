@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import autoshard.verification.simulated_sizes as simulated
+import autoshard.verification.simulated_step as simulated
 import autoshard.verification.verify_plan as verification
-from autoshard.verification.simulated_sizes import Runs
+from autoshard.verification.simulated_step import Runs
 
 
 def noted_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autoshard.verification.simulated_sizes as simulated
+import autoshard.verification.simulated_step as simulated
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
-from autoshard.verification.simulated_sizes import ALL_SIZES, ALONE
+from autoshard.verification.simulated_step import ALL_SIZES, ALONE
 from benchmarks.fuzz_sizes import checked
 from passes.ir.torch_sizes import evaluation
 from tests.profiles import slow_compute

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.fake_calls import FakeCalls
-from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.ir.joint import FakeCalls, GraphInput, GraphOutput, JointGraph
 from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from cost_model.errors import ShardingError, reject
 from passes.ir.joint import map_operands, tensor_operands
 from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node, choices
-from passes.rules.core.emit_op import neutral_where_empty
+from passes.rules.core.assemble import neutral_where_empty
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import OpRule
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from passes.ir.joint import map_operands, tensor_operands
 from passes.layout.layout import Span, nested_sizes
 from passes.rules.core.rule import Dim, OpRule
-from passes.rules.windowed.windowed import spread, taken
 
 Coordinate = tuple[int, ...]
 
@@ -296,3 +295,26 @@ class _Context:
 
 def _values(given: Any) -> Any:
     return map_arg(given, lambda node: node.meta["val"])
+
+
+def _places(span: Span, length: int) -> torch.Tensor:
+    return torch.arange(*span) % length
+
+
+def taken(whole: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """What lies at `spans`, one per dim."""
+    for dim, span in enumerate(spans):
+        if span != (0, whole.shape[dim]):
+            whole = whole.index_select(dim, _places(span, whole.shape[dim]))
+    return whole
+
+
+def spread(
+    part: torch.Tensor, dims: Collection[int], spans: Sequence[Span], shape: Sequence[int]
+) -> torch.Tensor:
+    """`part`, whose `dims` lie at their spans of a tensor of `shape`, in zeros of it: positions that meet add up."""
+    for dim in dims:
+        sizes = [*part.shape]
+        sizes[dim] = shape[dim]
+        part = part.new_zeros(sizes).index_add(dim, _places(spans[dim], shape[dim]), part)
+    return part

@@ -118,7 +118,7 @@ class OpRule:
     windows:    (tensor, dim) -> window, tensors counted through operands and results. There the dim's one factor is
                 seen through the window: with results [lo, hi) of the factor on a rank, the op reads
                 `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
-    chains:     whether several ranks may compute what windows read, and exchange nothing (`passes.strategies.chains`).
+    chains:     whether several ranks may compute what windows read, and exchange nothing (`passes.strategies.cuts`).
     moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
                 the search offers that where it is worth its time (`passes.search.search_terms`).
     work:       factor -> what part of the op's operations each call takes that its results [lo, hi) need; others:

@@ -22,8 +22,7 @@ from passes.ir.op_traits import op_signature, writes_at_places, written_argument
 from passes.ir.routing import BALANCED, Routing
 from passes.ir.torch_compat import op_key
 from passes.layout.layout import ROUTED, nested_sizes
-from passes.rules.core.assemble import pointwise, whole_rule
-from passes.rules.core.emit_op import neutral_where_empty
+from passes.rules.core.assemble import neutral_where_empty, pointwise, whole_rule
 from passes.rules.core.notation import Notation, parse
 from passes.rules.core.rule import Builder, Dim, Localize, OpCall, OpRule, describe
 from passes.rules.core.rule_table import TABLE

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from passes.rules.core.assemble import pointwise
-from passes.rules.core.emit_op import empty_safe
+from passes.rules.core.assemble import empty_safe, pointwise
 from passes.rules.core.notation import spec
 from passes.rules.core.rule import Builder
 from passes.rules.plain import attention, indexing, products, views

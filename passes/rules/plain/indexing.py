@@ -14,18 +14,21 @@ from torch import fx
 
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_traits import is_zeros
-from passes.rules.core.assemble import Dims, assemble, linear_sets, whole_rule
-from passes.rules.core.emit_op import (
+from passes.rules.core.assemble import (
+    Dims,
     again,
     argument,
+    assemble,
     aten,
     constant,
     filled,
     first_part,
     global_tensor,
     is_empty,
+    linear_sets,
     local_index,
     positions,
+    whole_rule,
     with_ones,
     zero_where,
 )

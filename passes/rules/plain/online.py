@@ -14,7 +14,7 @@ from passes.ir.joint import node_value
 from passes.layout.layout import Span
 from passes.layout.windows import SlidingWindow
 from passes.ops.attention_window import keys_multiplied
-from passes.rules.core.emit_op import again, argument, aten, filled, global_tensor
+from passes.rules.core.assemble import again, argument, aten, filled, global_tensor
 from passes.rules.core.rule import LocalContext
 
 LENGTH = 2

@@ -9,13 +9,18 @@ import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets, whole_rule
-from passes.rules.core.emit_op import (
+from passes.rules.core.assemble import (
+    Dims,
     again,
     argument,
+    assemble,
     aten,
+    broadcast_dims,
+    dims,
     empty_safe,
     global_tensor,
+    linear_sets,
+    whole_rule,
 )
 from passes.rules.core.notation import parse, spec
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule, TensorInfo

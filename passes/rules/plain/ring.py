@@ -24,7 +24,7 @@ from torch import fx
 
 from passes.ir.joint import node_value
 from passes.layout.layout import Span
-from passes.rules.core.emit_op import argument, aten, filled
+from passes.rules.core.assemble import argument, aten, filled
 from passes.rules.core.rule import LocalContext, Ring
 from passes.rules.plain.online import (
     LENGTH,
@@ -102,12 +102,12 @@ def ring_backward(ctx: LocalContext) -> tuple[fx.Node | None, ...]:
             if parts or source == run.index
         ]
         # What arrives is looked at behind the products of the round after.
-        mine = [run.summed([*mine, *(run.mine(x, (k, v)) for x in late)])] if late else mine
+        mine = [run.summed(mine, late, (k, v))] if late else mine
         if source == run.index:
             mine, late = [made], list[fx.Node]()
         else:
             late = run.returned(source, made, (k, v))
-    grads = [added(ctx, queries, 0), *run.summed([*mine, *(run.mine(x, (k, v)) for x in late)])]
+    grads = [added(ctx, queries, 0), *run.summed(mine, late, (k, v))]
     like = [node_value(ctx.node, i).dtype for i in range(3)]
     return tuple(run.swapped([total(ctx, [x], d) for x, d in zip(grads, like, strict=True)], back=True))
 
@@ -167,13 +167,12 @@ class _Run:
         arrived = self._exchange(flat, {source: node_value(flat).numel()}, {other: into})
         return [arrived] if receives else list[fx.Node]()
 
-    def mine(self, arrived: fx.Node, like: Sequence[fx.Node]) -> list[fx.Node]:
-        """Of this rank's keys and values."""
-        return self._cut(arrived, like, self.index)
-
-    def summed(self, summands: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-        """In a wider dtype."""
+    def summed(
+        self, summands: Sequence[Sequence[fx.Node]], arrived: Sequence[fx.Node], like: Sequence[fx.Node]
+    ) -> list[fx.Node]:
+        """In a wider dtype, with what has arrived of this rank's keys and values."""
         wide = node_value(argument(self.ctx, "lse")).dtype
+        summands = [*summands, *(self._cut(x, like, self.index) for x in arrived)]
         return [total(self.ctx, column, wide) for column in zip(*summands, strict=True)]
 
     def swapped(self, tensors: Sequence[fx.Node], *, back: bool = False) -> list[fx.Node]:
@@ -188,7 +187,8 @@ class _Run:
     def _swapped(self, tensors: list[fx.Node], back: bool) -> list[fx.Node]:
         have, want = (self.pieces.after, self.pieces.before)[:: 1 if back else -1]
         mine, pieces = have[self.index], self.pieces
-        places = dict(zip(mine, self._places(mine), strict=True))
+        ends = itertools.accumulate((pieces.count([p]) for p in mine), initial=0)
+        places = dict(zip(mine, itertools.pairwise(ends), strict=True))
         messages = [[p for p in mine if p in want[rank] and rank != self.index] for rank in self.ranks]
         flats = [
             self._flat([cut(self.ctx, x, places[p]) for x in tensors]) for p in itertools.chain(*messages)
@@ -213,10 +213,6 @@ class _Run:
             start += width * size
         return [joined(self.ctx, [parts[p][i] for p in want[self.index]]) for i, _ in enumerate(tensors)]
 
-    def _places(self, pieces: Sequence[int]) -> list[Span]:
-        ends = list(itertools.accumulate((self.pieces.count([p]) for p in pieces), initial=0))
-        return list(itertools.pairwise(ends))
-
     def _exchange(self, flat: fx.Node, *sizes: dict[int, int]) -> fx.Node:
         """sizes: of what is sent to ranks, and of what comes from them."""
         return self.ring.exchange(flat, *([of.get(rank, 0) for rank in self.ranks] for of in sizes))
@@ -231,10 +227,8 @@ class _Run:
 
     def _flat(self, tensors: Sequence[fx.Node]) -> fx.Node:
         """In memory as kernels leave them, heads inside."""
-        flat: list[fx.Node] = []
-        for x in tensors:
-            flat.append(self.ctx.call(aten.reshape.default, turned(self.ctx, x), [node_value(x).numel()]))
-        return self._cat(flat)
+        flat = lambda x: self.ctx.call(aten.reshape.default, turned(self.ctx, x), [node_value(x).numel()])
+        return self._cat([*map(flat, tensors)])
 
     def _cat(self, flat: list[fx.Node]) -> fx.Node:
         return flat[0] if len(flat) == 1 else self.ctx.call(aten.cat.default, flat, 0)

@@ -14,8 +14,16 @@ import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets
-from passes.rules.core.emit_op import again, argument, aten, empty_safe, offset
+from passes.rules.core.assemble import (
+    again,
+    argument,
+    assemble,
+    aten,
+    broadcast_dims,
+    empty_safe,
+    linear_sets,
+    offset,
+)
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule
 
 Grouping = list[Dim]

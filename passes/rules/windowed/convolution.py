@@ -10,15 +10,16 @@ from typing import Any
 from torch import fx
 
 from passes.layout.windows import SlidingWindow, TransposedWindow
-from passes.rules.core.assemble import assemble, linear_sets
-from passes.rules.core.emit_op import (
+from passes.rules.core.assemble import (
     again,
     argument,
+    assemble,
     aten,
     constant,
     empty_safe,
     first_part,
     is_empty,
+    linear_sets,
     neutral_where_empty,
 )
 from passes.rules.core.rule import Dim, LocalContext, OpCall, OpRule

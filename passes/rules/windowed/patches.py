@@ -7,14 +7,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from passes.layout.windows import NeighborhoodWindow, SlidingWindow
-from passes.rules.core.assemble import assemble, linear_sets, whole_rule
-from passes.rules.core.emit_op import again, argument, empty_safe
+from passes.layout.layout import Span
+from passes.layout.windows import SlidingWindow
+from passes.rules.core.assemble import again, argument, assemble, empty_safe, linear_sets, whole_rule
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_dims, space_factor, unpad_space
+
+
+@dataclass(frozen=True)
+class NeighborhoodWindow:
+    """Neighbourhood attention: query i reads `kernel` keys, every `dilation`-th, about itself, moved inside at edges;
+    causal: itself and those before it, as many as there are.   [NATTEN; see passes/ops/attention_window.py]
+
+    kernel * dilation <= length.
+    """
+
+    length: int
+    kernel: int
+    dilation: int = 1
+    is_causal: bool = False
+
+    def ends(self, query: int) -> Span:
+        """First key that `query` reads, and one past its last."""
+        at, group = divmod(query, self.dilation)
+        if self.is_causal:
+            return group + self.dilation * max(0, at - self.kernel + 1), query + 1
+        positions = -(-(self.length - group) // self.dilation)
+        start = group + self.dilation * min(max(0, at - self.kernel // 2), positions - self.kernel)
+        return start, start + self.dilation * (self.kernel - 1) + 1
+
+    def reads(self, lo: int, hi: int) -> Span:
+        """Among queries of one dilation group no later one reads earlier: one query of each group decides."""
+        if lo >= hi:
+            return 0, 0
+        first = min(self.ends(i)[0] for i in range(lo, min(hi, lo + self.dilation)))
+        return first, max(self.ends(i)[1] for i in range(max(lo, hi - self.dilation), hi))
+
 
 _SPACE = 2
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from passes.ir.joint import node_value
 from passes.layout.windows import AdaptiveWindow, SlidingWindow
-from passes.rules.core.emit_op import again, argument, aten, positions
+from passes.rules.core.assemble import again, argument, aten, positions
 from passes.rules.core.rule import OpCall
 from passes.rules.windowed.windowed import (
     Site,

@@ -14,7 +14,7 @@ from torch import fx
 from passes.ir.joint import node_value
 from passes.layout.layout import Span
 from passes.layout.windows import AntialiasResize, CubicResize, EdgePad, LinearResize, NearestResize
-from passes.rules.core.emit_op import again, argument, aten, positions
+from passes.rules.core.assemble import again, argument, aten, positions
 from passes.rules.core.rule import LocalContext, OpCall
 from passes.rules.windowed.windowed import Site, Taps, mixed, mixed_back, windowed
 

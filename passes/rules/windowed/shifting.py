@@ -17,8 +17,15 @@ from torch import fx
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_traits import slice_ends
 from passes.layout.windows import MirroredWindow, PeriodicWindow, SlidingWindow, TransposedWindow, Window
-from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets, whole_rule
-from passes.rules.core.emit_op import again, argument, constant
+from passes.rules.core.assemble import (
+    again,
+    argument,
+    assemble,
+    broadcast_dims,
+    constant,
+    linear_sets,
+    whole_rule,
+)
 from passes.rules.core.rule import LocalContext, Localize, OpCall, OpRule
 
 aten = torch.ops.aten

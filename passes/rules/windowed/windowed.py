@@ -1,5 +1,4 @@
-"""Ops whose tensors are all of the input's shape, seen through windows, or of the output's: their rules, and parts of
-tensors by spans whose positions count modulo the dims' lengths.
+"""Ops whose tensors are all of the input's shape, seen through windows, or of the output's: their rules.
 
 The last dims of a tensor are space, whose factors y0, y1, ... are those of an op's results.
 """
@@ -7,17 +6,15 @@ The last dims of a tensor are space, whose factors y0, y1, ... are those of an o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import fx
 
 from passes.layout.layout import Span
 from passes.layout.windows import Window
-from passes.rules.core.assemble import assemble, linear_sets
-from passes.rules.core.emit_op import again, aten, empty_safe
+from passes.rules.core.assemble import again, assemble, aten, empty_safe, linear_sets
 from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
 Placed = tuple[fx.Node, fx.Node]
@@ -237,26 +234,3 @@ def mixed_back(site: Site[Any], grad: fx.Node, taps: Callable[[int], Taps]) -> f
 def _weighted(ctx: LocalContext, x: fx.Node, taps: Taps, after: int) -> fx.Node:
     shaped = ctx.call(aten.view.default, taps.weights, [taps.results, taps.count, *[1] * after])
     return ctx.call(aten.mul.Tensor, x, shaped)
-
-
-def _places(span: Span, length: int) -> torch.Tensor:
-    return torch.arange(*span) % length
-
-
-def taken(whole: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """What lies at `spans`, one per dim."""
-    for dim, span in enumerate(spans):
-        if span != (0, whole.shape[dim]):
-            whole = whole.index_select(dim, _places(span, whole.shape[dim]))
-    return whole
-
-
-def spread(
-    part: torch.Tensor, dims: Collection[int], spans: Sequence[Span], shape: Sequence[int]
-) -> torch.Tensor:
-    """`part`, whose `dims` lie at their spans of a tensor of `shape`, in zeros of it: positions that meet add up."""
-    for dim in dims:
-        sizes = [*part.shape]
-        sizes[dim] = shape[dim]
-        part = part.new_zeros(sizes).index_add(dim, _places(spans[dim], shape[dim]), part)
-    return part
