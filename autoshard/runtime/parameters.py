@@ -6,7 +6,6 @@ Ops that torch lacks or answers for one shard, and that ordinary scripts apply t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from autoshard.runtime.optimizers import adopt, live_optimizers, retire, shard_w
 from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
 from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
-from autoshard.runtime.whole_ops import as_strided, convolved, on_whole, whole_on
+from autoshard.runtime.whole_ops import as_strided, convolved, multiplied, on_whole, whole_on
 from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
@@ -33,7 +32,6 @@ from passes.ir.torch_dtensor import (
     set_dtensor_data_by,
     sharding_of,
     take_gradients_of_dtensors,
-    take_place_of,
     take_plain_tensors_as_replicated,
     wrap_dtensor_handler,
     wrap_in_torch,
@@ -53,9 +51,6 @@ _OF_WHOLE = (
 or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or has no answer."""
 
 
-_FILLS = (aten.fill_.Scalar, aten.fill_.Tensor)
-
-
 def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()) -> None:
     """From now on, in this process: a number read of a DTensor is that of the whole tensor, `copy_` and `p.data = ...`
     take whole tensors, a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses are,
@@ -65,13 +60,13 @@ def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()
     whole_on(meshes)
     for op in _OF_WHOLE:
         handle_dtensor_op(op, _of_whole)
+    handle_dtensor_op(aten.mul.Scalar, multiplied)
     handle_dtensor_op(aten.copy_.default, _copy)
     handle_dtensor_op(aten.detach.default, _detached)
     answer_new_ops(on_whole)
     wrap_dtensor_handler(aten.as_strided.default, as_strided)
     for op in (aten.convolution.default, aten.convolution_backward.default):
         wrap_dtensor_handler(op, convolved)
-    answer_new_ops(_summed_first)
     wrap_in_torch(SET_PARAMETRIZED, _set_data)
     set_dtensor_data_by(lambda target, value: as_laid_out(value, target))
     take_plain_tensors_as_replicated(device)
@@ -89,25 +84,6 @@ def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of torch's own op, in half the time: autograd detaches every gradient that it stores."""
     (tensor,) = args
     return dtensor_from(op(local_of(tensor)), sharding_of(tensor))
-
-
-@torch.no_grad()
-def _summed_first(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]
-) -> Any:
-    """`x.mean().clamp_(min=1e-3)`: torch refuses to write into a sum that is pending, where the op needs the whole; and
-    fills it on every rank, which adds up."""
-    target = args[0] if args else None
-    if not op._schema.is_mutable or not isinstance(target, DTensor):
-        return NotImplemented
-    placements = [Replicate() if p.is_partial() else p for p in target.placements]
-    if placements == list(target.placements):
-        return NotImplemented
-    if op not in _FILLS:
-        with suppress(RuntimeError):
-            return propagate()
-    take_place_of(target, target.redistribute(placements=placements))
-    return op(*args, **kwargs)
 
 
 def _set_data(plain: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard.arguments import check_unwrapped
 from autoshard.planning import named_parameters
@@ -30,7 +30,7 @@ from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.capture.places import Root, Via, contents, refill
 from passes.capture.surroundings import held_by, module_attributes
-from passes.ir.torch_dtensor import dtensor_from, memory_of, sharding_of
+from passes.ir.torch_dtensor import dtensor_from, local_of, memory_of, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
@@ -187,23 +187,28 @@ def _receive(local: Tensor, whole: Tensor, layout: Layout, spec: MeshSpec, mesh:
 
 
 def like_parameter(whole: Tensor, parameter: Tensor) -> DTensor:
-    """`whole`, the same on all ranks, with the mesh and placements of the DTensor `parameter`."""
+    """`whole`, the same on all ranks, with the mesh and placements of the DTensor `parameter`: of a pending sum the
+    first ranks have it, others 0."""
     assert isinstance(parameter, DTensor)
     mesh, placed = parameter.device_mesh, parameter.placements
-    spec = spec_of(mesh)
-    layout = placements_to_layout(placed, whole.shape, spec, what="a gradient")
-    return distributed(whole, mesh, placed, layout, spec, from_first=False)
+    spec, cut = spec_of(mesh), [Replicate() if p.is_partial() else p for p in placed]
+    layout = placements_to_layout(cut, whole.shape, spec, what="a gradient")
+    made = distributed(whole, mesh, placed, layout, spec, from_first=False)
+    if any(p.is_partial("sum") and at for p, at in zip(placed, mesh.get_coordinate() or (), strict=False)):
+        local_of(made).zero_()
+    return made
 
 
 def as_laid_out(value: Tensor, target: DTensor) -> DTensor:
     """`value`, of the shape of `target`, on its mesh and in its placements."""
     if not isinstance(value, DTensor):
         return like_parameter(value, target)
-    if value.device_mesh != target.device_mesh:
-        return like_parameter(value.full_tensor(), target)
-    return (
-        value if value.placements == target.placements else value.redistribute(placements=target.placements)
-    )
+    alike = value.device_mesh == target.device_mesh
+    if alike and value.placements == target.placements:
+        return value
+    if alike and not any(p.is_partial() for p in target.placements):
+        return value.redistribute(placements=target.placements)
+    return like_parameter(value.full_tensor(), target)
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

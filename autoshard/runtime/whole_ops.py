@@ -20,7 +20,7 @@ from autoshard.runtime.process_groups import pipeline_mesh_of, whole_group
 from autoshard.runtime.sharding import as_laid_out
 from cost_model.errors import ShardingError
 from passes.ir.torch_compat import version_of
-from passes.ir.torch_dtensor import dtensor_from, local_of, memory_of, sharding_of
+from passes.ir.torch_dtensor import become_view, dtensor_from, local_of, memory_of, sharding_of, take_place_of
 
 aten = torch.ops.aten
 
@@ -80,22 +80,20 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
     """The op of whole tensors where torch refuses it on shards, or would write into a copy; else what torch finds."""
     given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     written = _written(op, args, kwargs)
-    if not _is_ours(given):
+    if not _is_ours(given) and not any(map(_is_partial, written)):
         return NotImplemented
     if op._schema.is_mutable and not written:  # into a plain tensor: what it is given is whole
         return _whole(op, args, kwargs, written)
-    if any(p.is_partial() for value in written for p in value.placements):
-        return NotImplemented
-    if any(map(_is_pending, given)):
-        settled = lambda value: (
-            value if not _is_pending(value) else _replicated(value.full_tensor(), _mesh(value))
-        )
-        return op(
-            *pytree.tree_map_only(DTensor, settled, args), **pytree.tree_map_only(DTensor, settled, kwargs)
-        )
+    if pending := list(filter(_is_pending, given)):
+        for value in pending:
+            take_place_of(value, _replicated(value.full_tensor(), _mesh(value)))
+        return op(*args, **kwargs)
+    if torch.Tag.inplace_view in op.tags and written:
+        return _viewed_in_place(op, args, kwargs)
     if op is aten.sum.dim_IntList and args[1:] and not args[1]:  # of all dims, which torch takes for none
         return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
-    if _errs(op, args) and any(not p.is_replicate() for value in given for p in value.placements):
+    errs = _errs(op, args) or _is_mixed(op, args)
+    if errs and any(not p.is_replicate() for value in given for p in value.placements):
         return _whole(op, args, kwargs, written)
     draws = _draws(op, args, kwargs)
     if (
@@ -128,24 +126,41 @@ _ERRING = frozenset({
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
     aten.binary_cross_entropy_with_logits.default,
     aten.native_group_norm.default, aten.native_group_norm_backward.default,
+    aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
+    aten.embedding.default, aten.gather.default,
 })  # fmt: skip
 """Of these torch divides by the size of the shard, or takes it for that of the whole: means of uneven parts are others,
-gradients are larger."""
+gradients are larger; or it leaves a sum, of rows in parts, that can be made once."""
 _INDEXED = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor})
 
 
 def _errs(op: Any, args: tuple[Any, ...]) -> bool:
     """Whether torch's answer, of shards, is not that of the whole."""
-    if op is aten.gather.default:
-        value, dim, index = args[:3]
-        return any(index.shape[d] != value.shape[d] for d in range(value.ndim) if d != dim % value.ndim)
-    if op is aten.embedding.default:  # of rows in parts torch leaves a sum that can be made once
-        return True
+    if op in _FILLS:  # torch fills a pending sum on every rank, which adds up
+        return _is_partial(args[0])
     if op in _INDEXED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return op in _ERRING
+
+
+_SCALED = frozenset({aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor})
+
+
+def _is_mixed(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a number meets a pending sum, `p.sum() + 1`: torch remembers one of Python for a tensor without dims and
+    the other way round, but adds the first on all ranks and the second on one."""
+    operands = [v for v, a in zip(args, op._schema.arguments, strict=False) if str(a.type) == "Tensor"]
+    partial = [isinstance(value, DTensor) and _is_partial(value) for value in operands]
+    lone = (not p and not (isinstance(v, Tensor) and v.ndim) for v, p in zip(operands, partial, strict=True))
+    return op not in _SCALED and any(partial) and any(lone)
+
+
+def multiplied(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`mul.Scalar`, which torch refuses of a complex number: it cannot remember it."""
+    return aten.mul.Tensor(*args, **kwargs)
 
 
 def convolved(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,6 +176,10 @@ def _is_pending(value: DTensor) -> bool:
     return any(p.reduce_op in ("max", "min") or hasattr(p, "norm_type") for p in pending)
 
 
+def _is_partial(value: DTensor) -> bool:
+    return any(p.is_partial() for p in value.placements)
+
+
 def as_strided(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Of the whole tensor, where torch has none of shards."""
 
@@ -173,6 +192,13 @@ def as_strided(plain: Callable[..., Any]) -> Callable[..., Any]:
             return _view(op, args, kwargs)
 
     return of_whole
+
+
+@torch.no_grad()
+def _viewed_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """`p.unsqueeze_(0)`: the tensor becomes its view."""
+    name = op._schema.name.split("::")[1].removesuffix("_")
+    return become_view(op, args, kwargs, getattr(args[0], name)(*args[1:], **kwargs))
 
 
 def _moves(found: Any, target: DTensor) -> bool:
@@ -217,7 +243,7 @@ def _send_first(values: Iterable[Any], mesh: DeviceMesh) -> None:
 def _like_one(value: Tensor, operands: list[DTensor]) -> DTensor:
     """Laid out as the first operand of its shape, as a gradient should be; else replicated."""
     for one in operands:
-        if one.shape == value.shape and value.ndim and not any(p.is_partial() for p in one.placements):
+        if one.shape == value.shape and value.ndim and not _is_partial(one):
             return as_laid_out(value, one)
     return _replicated(value, _mesh(operands[0]))
 

@@ -109,7 +109,9 @@ class _Search(Generic[T]):
                 self._guesses[question.lines] = value
                 self._answers = [*map(_answer_of, run.asked[:place])]
                 return True
-        raise Undecided(used[-1][1].place) if used and isinstance(error, TypeError) else error
+        if used and isinstance(error, TypeError):
+            raise Undecided("") from error
+        raise error
 
     def _check(self, run: Questions) -> None:
         asked, history = run.asked, run.history

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.provenance import is_user_file, node_module, node_source, place_text, refused
+from passes.capture.provenance import NESTED, is_user_file, node_module, node_source, place_text, refused
 from passes.capture.questions import Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
@@ -154,6 +154,8 @@ def _explain(cause: Exception) -> tuple[str, str]:
         return "it changes requires_grad of a parameter in forward, beside writes in place", _FLAG_REMEDY
     if _TO_LEAVES in str(cause):
         return _BACKWARD.format("parameters"), _BACKWARD_REMEDY
+    if "nested_tensor" in str(cause) or "NestedTensor" in str(cause):
+        return NESTED
     text = str(cause).strip() or "no message"
     reason = f"{type(cause).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
     if isinstance(cause, TypeError) and _place(cause) is None:

@@ -157,6 +157,13 @@ _MAKERS = {**dict.fromkeys(_COMPRESSED.split(), "sparse"), **dict.fromkeys(NESTE
 """Functions that may not run on traced tensors, not even to see what they make: some end the process."""
 
 
+NESTED = (
+    "it makes or takes a nested tensor, and graphs hold dense ones",
+    "a padded tensor and a mask, made before the call",
+)
+"""What is wrong, and what to do."""
+
+
 def refused(what: str, remedy: str, *, model: nn.Module | None = None, at: str | None = "") -> CaptureError:
     """at: the user's line."""
     subject = "cannot capture" if model is None else f"cannot capture {type(model).__name__}"
@@ -196,10 +203,7 @@ def check_dense_call(func: Any, args: Sequence[Any], result: Any = None) -> None
         if isinstance(value, Tensor) and not is_dense(value) and name != "__get__":
             made = _kind(value)
     if made == "nested":
-        raise UnsupportedOpError(
-            "it makes or takes a nested tensor, and graphs hold dense ones\n"
-            "  try: a padded tensor and a mask, made before the call"
-        )
+        raise UnsupportedOpError("\n  try: ".join(NESTED))
     if made is not None:
         raise UnsupportedOpError(
             f"{name}() takes or makes a {made} tensor, and graphs hold dense ones\n  try: a dense tensor: .to_dense() "

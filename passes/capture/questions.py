@@ -29,7 +29,7 @@ from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
 
 class Undecided(Exception):
-    """A question without an answer. place: "/path/model.py:12, in forward: if x.sum() > 0:"."""
+    """A question without an answer. place: "/path/model.py:12, in forward: if x.sum() > 0:"; "": its cause tells."""
 
     def __init__(self, place: str) -> None:
         super().__init__("the value of a tensor decides what runs next")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from passes.capture.provenance import user_place
+from passes.capture.row_parts import by_number, part_of, set_part, write_at_rows
 from passes.capture.rows import (
     Choice,
     Rows,
@@ -19,9 +20,8 @@ from passes.capture.rows import (
     filled,
     in_order,
     one_choice,
-    part_of,
     rows_in,
-    write_at_rows,
+    unknown,
 )
 from passes.ir.torch_tracing import tracing_suspended
 
@@ -32,12 +32,12 @@ _ALL = slice(None)
 def getitem(answer: Answer, x: Tensor, index: Any) -> Any:
     """`x[index]`: rows where `x` or a part of `index` is, or where that is a mask."""
     parts = index if isinstance(index, tuple) else (index,)
+    if parts and (part := part_of(x, parts[0], answer)) is not None:
+        return _of_rows(part, (_ALL, *parts[1:])) if parts[1:] else part
     if isinstance(x, Rows):
         return _of_rows(x, parts)
     if rows_in(index):
         return _at_rows(x, parts)
-    if parts and (part := part_of(x, parts[0], answer)) is not None:
-        return _of_rows(part, (_ALL, *parts[1:])) if parts[1:] else part
     x, parts = _numbered(x, parts)
     found = _mask(x, parts)
     if found is None:
@@ -53,6 +53,9 @@ def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
     """`x[index] = value`; by a mask, `x` becomes one of the two in every place."""
     parts = index if isinstance(index, tuple) else (index,)
     found = None
+    if len(parts) == 1 and not isinstance(x, Rows) and (part := part_of(x, index, answer)) is not None:
+        set_part(part, value)
+        return
     if not (isinstance(x, Rows) or rows_in(index)):
         x, parts = _numbered(x, parts)
         found = _mask(x, parts)
@@ -103,7 +106,12 @@ def masked_select(answer: Answer, input: Tensor, mask: Tensor) -> Rows:
 
 
 def chosen_places(answer: Answer, condition: Tensor) -> tuple[Rows, ...]:
-    """`torch.where(condition)`: the indices of each dim."""
+    """`torch.where(condition)`: the indices of each dim; of rows, their numbers among those that are there."""
+    if isinstance(condition, Rows):
+        same, holds = condition.choice, condition.padded != 0
+        if holds.ndim > 1:
+            raise unknown("where", same)
+        return (_among(same.rows(same.valid.cumsum(0) - 1), same, holds),)
     choice = _choice(answer, condition)
     if not choice.shape:
         raise RowsUnknown("places in a tensor without dims")
@@ -117,7 +125,7 @@ def places_listed(answer: Answer, input: Tensor, *, as_tuple: bool = False) -> A
     if as_tuple:
         return places
     with tracing_suspended():
-        known = torch.stack([place.places for place in places], 1)  # type: ignore[misc]
+        known = None if isinstance(input, Rows) else torch.stack([place.places for place in places], 1)  # type: ignore[misc]
     return places[0].choice.rows(torch.stack([place.padded for place in places], 1), known)
 
 
@@ -148,9 +156,14 @@ def _mask(x: Tensor, parts: tuple[Any, ...]) -> tuple[int, Tensor] | None:
 def _of_rows(x: Rows, parts: tuple[Any, ...]) -> Rows:
     """`rows[:, 0]`, `rows[..., None]`, `rows[chosen]`."""
     first = parts[0]
+    if x.ones:
+        raise unknown("an index", x.choice)
     if isinstance(first, Rows) and first.dtype == torch.bool and len(parts) == 1:
         same = one_choice((x, first))
         return _among(x, same, first.padded)
+    if isinstance(first, Rows) and first.dtype in (torch.int64, torch.int32):
+        found, places = by_number(x, first.padded)
+        return _at_rows(found, (first.choice.rows(places), *parts[1:]))
     kept = isinstance(first, slice) and first == _ALL
     if first is Ellipsis:
         kept = sum(part is not None for part in parts[1:]) < x.padded.ndim

@@ -12,25 +12,30 @@ import torch
 from torch import Tensor
 
 from passes.capture import row_index, row_values
+from passes.capture.row_parts import (
+    cat,
+    in_order_of_values,
+    index_add_,
+    is_counted,
+    last_of,
+    scatter_add_,
+    scatter_reduce_,
+)
+from passes.capture.row_parts import split as split_in_counts
 from passes.capture.row_values import counted, each_row, settled
 from passes.capture.rows import (
     Rows,
     RowsUnknown,
     by_row,
-    cat,
     filled,
-    index_add_,
-    is_counted,
     name_of,
     one_choice,
     plainly,
     pointwise,
     rows_in,
-    scatter_add_,
     unknown,
     without_ones,
 )
-from passes.capture.rows import split as split_in_counts
 
 _EACH = """
 add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log
@@ -129,7 +134,7 @@ def _in_place(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     result = pointwise(plain, args, kwargs)
     if result.dtype != rows.dtype or result.padded.shape != rows.padded.shape:
         raise unknown(name, rows.choice)
-    rows.padded, rows.places = result.padded, None
+    rows.write(result.padded)
     return rows
 
 
@@ -144,6 +149,10 @@ def _along(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     dims = [d % ndim for d in dims]
     if 0 not in dims:
         return by_row(func, args, kwargs)
+    if name in ("sort", "argsort"):
+        given = dict(zip(("dim", "descending"), args[1:], strict=False)) | kwargs
+        found = in_order_of_values(rows, bool(given.get("descending", False)))
+        return found if name == "sort" else found[1]
     if name not in _OVER:
         raise unknown(name, rows.choice)
     options = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") else {}
@@ -170,7 +179,22 @@ def _all(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) ->
     return _sum(rows.choice.rows(rows.padded == 0), dims, keepdim, {}) == 0
 
 
-_OVER: dict[str, Callable[..., Tensor]] = {"sum": _sum, "mean": _mean, "any": _any, "all": _all}
+def _largest(function: Callable[..., Tensor], descending: bool) -> Callable[..., Tensor]:
+    def of_rows(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
+        fill = last_of(rows.padded.dtype, descending)
+        return function(filled(rows.padded, rows.choice.valid, fill), dims, keepdim)
+
+    return of_rows
+
+
+def _cumsum(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Rows:
+    return rows.choice.rows(filled(rows.padded, rows.choice.valid, 0).cumsum(*dims, **options))
+
+
+_OVER: dict[str, Callable[..., Tensor]] = {
+    "sum": _sum, "mean": _mean, "any": _any, "all": _all, "cumsum": _cumsum,
+    "amax": _largest(torch.amax, True), "amin": _largest(torch.amin, False),
+}  # fmt: skip
 
 
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,7 +286,7 @@ def _unbind(rows: Rows, dim: int = 0) -> Any:
 
 def _length(rows: Rows) -> int:
     text = f"len() is asked of the rows chosen at {rows.choice.made}"
-    raise RowsUnknown(text, "their number as a tensor, mask.sum()")
+    raise RowsUnknown(text, "rows.shape[0], or their number as a tensor, mask.sum()")
 
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,8 +320,11 @@ def _split(tensor: Any, split_size: Any = None, dim: int = 0, *, split_size_or_s
     sizes = split_size if split_size_or_sections is None else split_size_or_sections
     if is_counted(sizes):
         return split_in_counts(row_function, tensor, sizes, dim)
-    if isinstance(tensor, Rows):
-        return _along("split", torch.split, (tensor, sizes, dim), {})
+    try:
+        if isinstance(tensor, Rows):
+            return _along("split", torch.split, (tensor, sizes, dim), {})
+    except RowsUnknown as error:
+        tensor = counted(tensor, error)
     return torch.split(tensor, sizes, dim)
 
 
@@ -328,7 +355,8 @@ _getitem, _setitem = _indexed(row_values.getitem), _indexed(row_values.setitem)
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "getitem": _getitem, "setitem": _setitem, "index_add_": index_add_,
     "index_add": _on_copy(index_add_), "index_copy_": _copied, "index_copy": _on_copy(_copied),
-    "scatter_add_": scatter_add_, "scatter_add": _on_copy(scatter_add_), "gather": _gather,
+    "scatter_add_": scatter_add_, "scatter_add": _on_copy(scatter_add_), "scatter_reduce_": scatter_reduce_,
+    "scatter_reduce": _on_copy(scatter_reduce_), "gather": _gather,
     "index_select": _index_select, "expand": _expand, "expand_as": _expand_as, "repeat": _repeat,
     "cat": cat, "split": _split,
     "matmul": _matmul, "shape": _shape, "size": _size, "numel": _numel, "len": _length,

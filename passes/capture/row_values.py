@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.capture import row_index
-from passes.capture.rows import Choice, Rows, RowsUnknown, rows_in
+from passes.capture.rows import Choice, Rows, RowsUnknown, front_key, in_front, in_order, rows_in
 from passes.ir.torch_compat import function_modes
 from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
@@ -169,10 +169,16 @@ def _counted_index(answer: Answer, index: Any, error: RowsUnknown) -> tuple[Any,
 
 
 def settled(tree: Any) -> Any:
-    """`tree`, where rows that have been counted are what they were counted as."""
+    """`tree`, where rows that have been counted are what they were counted as, and the same ones in front or not are in
+    front."""
     for rows in rows_in(tree):
+        rows.follow()
         _check_unwritten(rows)
-    return pytree.tree_map_only(Rows, lambda rows: rows if rows.counted is None else rows.counted, tree)
+    tree = pytree.tree_map_only(Rows, lambda rows: rows if rows.counted is None else rows.counted, tree)
+    choices = [rows.choice for rows in rows_in(tree) if not rows.ones]
+    if len({in_order(choice.key) for choice in choices}) > 1 and len(set(map(front_key, choices))) == 1:
+        return pytree.tree_map_only(Rows, lambda rows: rows.choice.in_front.rows(in_front(rows)), tree)
+    return tree
 
 
 def _check_unwritten(rows: Rows) -> None:
@@ -193,7 +199,5 @@ def _those_there(rows: Rows) -> Tensor:
 def _places(choice: Choice) -> Tensor:
     """[count], in order; any places where that is not the number, which the call is told of after it has run."""
     if not choice.found:
-        last, count = choice.valid.numel() - 1, int(choice.valid.sum())
-        ordered = torch.where(choice.valid, torch.arange(last + 1), last).sort()[0]
-        choice.found.append(ordered[:count])
+        choice.found.append(choice.order[: int(choice.valid.sum())])
     return choice.found[0]

@@ -12,20 +12,20 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.capture.provenance import user_place
-from passes.capture.stand_ins import AwaitedCount, number_in
 from passes.ir.torch_dtensor import bare_tensor
 from passes.ir.torch_tracing import tracing_suspended
 
+_FRONT = "front"
+"""Begins the key of a choice of rows that come first."""
 _REMEDY = "compute on all rows, leave out the others by torch.where(mask, value, 0), and divide by mask.sum()"
 
 
@@ -40,14 +40,15 @@ class RowsUnknown(Exception):
 @dataclass(frozen=True, eq=False)
 class Choice:
     """valid: [n], which rows there are, in this order. key: equal for the same rows. shape: of the mask that chose
-    them. made: the user's line that did. answer: what torch's functions do with such rows. found: the places of those
-    there, once they have been counted."""
+    them. made: the user's line that did. answer: what torch's functions do with such rows. whole: of which they are a
+    part, if not of all rows. found: the places of those there, once they have been counted."""
 
     valid: Tensor
     key: Hashable
     shape: tuple[int, ...]
     made: str
     answer: Callable[..., Any]
+    whole: Choice | None = None
     found: list[Tensor] = field(default_factory=list)
 
     def rows(self, padded: Tensor, places: Tensor | None = None) -> Rows:
@@ -55,15 +56,31 @@ class Choice:
         rows = bare_tensor(Rows, padded)
         rows.padded, rows.choice = filled(padded, self.valid), self
         rows.places, rows.is_aliased, rows.ones = places, False, 0
-        rows.counted, rows.copies = None, []
+        rows.counted, rows.copies, rows.root = None, [], None
         return rows
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[n]: in front, in their order, the places of those that are there."""
+        last = self.valid.numel() - 1
+        return torch.where(self.valid, torch.arange(last + 1), last).sort()[0]
+
+    @cached_property
+    def in_front(self) -> Choice:
+        """The same rows, one after another: those of `in_front(rows)`."""
+        count, key = self.valid.numel(), front_key(self)
+        if key == self.key:
+            return self
+        valid = torch.arange(count) < self.valid.sum()
+        return replace(self, valid=valid, key=key, shape=(count,), whole=None, found=[])
 
 
 class Rows(Tensor):
     """padded: [n, *any]. ones: dims of one in front of the rows, `x[None, i]`. places: its values in all rows, real
     ones, where they are places in a mask.
     is_aliased: another may share its memory, in a run of the forward. counted: as many as there are, which stand for
-    all that is done from then on; copies: of those that share its memory, with their versions."""
+    all that is done from then on; copies: of those that share its memory, with their versions. root: all rows, of which
+    it is a part in the same memory."""
 
     padded: Tensor
     choice: Choice
@@ -72,6 +89,20 @@ class Rows(Tensor):
     is_aliased: bool
     counted: Tensor | None
     copies: list[tuple[Tensor, int]]
+    root: Tensor | None
+
+    def follow(self) -> None:
+        """Be what the root has become."""
+        if self.root is not None and self.copies != [(self.root, self.root._version)]:
+            self.padded = filled(self.root, self.choice.valid)
+            self.copies = [(self.root, self.root._version)]
+
+    def write(self, padded: Tensor) -> None:
+        self.padded, self.places = padded, None
+        if self.root is not None:
+            here = self.choice.valid.reshape(-1, *[1] * (padded.ndim - 1))
+            self.root.copy_(torch.where(here, padded, self.root))
+            self.copies = [(self.root, self.root._version)]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,6 +111,18 @@ class Rows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RowsUnknown(f"{func} takes rows that a mask chose")
+
+
+def in_front(rows: Rows) -> Tensor:
+    """[n, *any]: those that are there, then others, so that their numbers are their places."""
+    choice = rows.choice
+    return rows.padded if choice.in_front is choice else rows.padded.index_select(0, choice.order)
+
+
+def front_key(choice: Choice) -> Hashable:
+    """Of `choice.in_front`."""
+    key = choice.key
+    return key if isinstance(key, tuple) and key[0] == _FRONT else (_FRONT, in_order(key))
 
 
 def all_places(shape: tuple[int, ...]) -> list[Tensor]:
@@ -191,160 +234,3 @@ def without_ones(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
             plain.is_aliased = rows.is_aliased = True
             return plain
     raise unknown(name, one_choice((args, kwargs)))
-
-
-_ALL = slice(None)
-
-
-def write_at_rows(x: Tensor, parts: tuple[Any, ...], value: Any) -> None:
-    """`x[i, j] = value` at places that a mask chose, or at others that are chosen alike; of those that are one place
-    the last counts, as in torch's kernel for CPUs."""
-    at = tuple(part for part in parts if isinstance(part, Rows))
-    choice, rest = one_choice((x, at, value)), x.ndim - len(at)
-    after = parts[len(at) :]
-    fits = isinstance(value, Rows) and value.padded.ndim == rest + 1 and value.dtype == x.dtype
-    lone = not isinstance(value, Tensor)
-    if isinstance(value, Tensor) and not isinstance(value, Rows):
-        lone = value.ndim <= rest and (not value.ndim or value.dtype == x.dtype)
-    whole = all(part is Ellipsis or (isinstance(part, slice) and part == _ALL) for part in after)
-    if isinstance(x, Rows) or len(at) + len(after) != len(parts) or not (whole and (fits or lone)):
-        raise RowsUnknown(
-            "values are written to chosen rows", "x.index_add_(0, rows, values), or torch.where"
-        )
-    shape = (choice.valid.numel(), *x.shape[len(at) :])
-    value = value.padded if isinstance(value, Rows) else torch.as_tensor(value, dtype=x.dtype)
-    value, dims = value.broadcast_to(shape), _dims_of(at, x)
-    if dims is None:
-        x.copy_(_put(x, at, choice.valid, value))
-        return
-    order = [*dims, *(d for d in range(len(choice.shape)) if d not in dims)]
-    lead, last = tuple(x.shape[: len(at)]), len(at)
-    over = [*order, *range(len(order), len(order) + rest)]
-    here = choice.valid.reshape(choice.shape).permute(order).reshape(*lead, -1)
-    value = value.reshape(*choice.shape, *shape[1:]).permute(over).reshape(*lead, -1, *shape[1:])
-    if here.shape[last] > 1:
-        here = here & (here.flip(last).cumsum(last).flip(last) == 1)
-    alone = here.reshape(*here.shape, *[1] * rest)
-    value = torch.where(alone, value, torch.zeros((), dtype=x.dtype)).sum(last, dtype=x.dtype)
-    x.copy_(torch.where(alone.any(last), value, x))
-
-
-def _dims_of(at: tuple[Rows, ...], x: Tensor) -> list[int] | None:
-    """Of the mask, those whose indices these are, where they are as long as the dims of `x`; None: not all are known
-    to be."""
-    if any(rows.places is None for rows in at):
-        return None
-    with tracing_suspended():
-        every = all_places(at[0].choice.shape)
-        found = [[d for d, places in enumerate(every) if places.equal(rows.places)] for rows in at]  # type: ignore[arg-type]
-    dims = [ds[0] for ds in found if ds]
-    fits = len(set(dims)) == len(at) and all(x.shape[i] == at[0].choice.shape[d] for i, d in enumerate(dims))
-    return dims if fits else None
-
-
-def _put(x: Tensor, at: tuple[Rows, ...], valid: Tensor, value: Tensor) -> Tensor:
-    """`x` with values at other places; those that are not there are put in a row that is left out."""
-    flat = x.reshape(-1, *x.shape[len(at) :])
-    place = torch.zeros_like(valid, dtype=torch.int64)
-    for rows, size in zip(at, x.shape, strict=False):
-        place = place * size + torch.where(rows.padded < 0, rows.padded + size, rows.padded)
-    place = torch.where(valid, place, flat.shape[0])
-    return torch.cat([flat, flat[:1]]).index_put((place,), value)[:-1].reshape(x.shape)
-
-
-def index_add_(x: Tensor, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
-    return x.index_add_(0, *_added(x, dim, index, source), alpha=alpha)
-
-
-def scatter_add_(x: Tensor, dim: int, index: Any, src: Any) -> Tensor:
-    return x.scatter_add_(0, *_added(x, dim, index, src))
-
-
-def _added(x: Tensor, dim: int, index: Any, source: Any) -> tuple[Tensor, Tensor]:
-    """Where and what is added to `x`: what is not there adds 0."""
-    choice = one_choice((x, index, source))
-    if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(source, Rows)):
-        raise RowsUnknown("rows are added where they do not all come from")
-    return index.padded, filled(source.padded, choice.valid, 0)
-
-
-_PART = "part"
-"""Begins the key of a choice: of how many rows it is a part, and its ends."""
-
-
-def part_of(x: Tensor, index: Any, answer: Callable[..., Any]) -> Rows | None:
-    """`x[start:end]`; None where both are numbers."""
-    ends = (index.start, index.stop) if isinstance(index, slice) else ()
-    if not any(type(end) is AwaitedCount for end in ends):
-        return None
-    if index.step not in (None, 1):
-        raise RowsUnknown("rows are taken by a step, to an end that is computed")
-    start, end = (other if end is None else end for end, other in zip(ends, (0, x.shape[0]), strict=True))
-    return _part(x, start, end, answer)
-
-
-def _part(x: Tensor, start: Any, end: Any, answer: Callable[..., Any]) -> Rows:
-    count = x.shape[0]
-    places = torch.arange(count)
-    first, stop = (_from_front(number_in(place), count) for place in (start, end))
-    choice = Choice(
-        (places >= first) & (places < stop), _key(count, start, end), (count,), user_place(), answer
-    )
-    return choice.rows(x)
-
-
-def _from_front(place: Any, count: int) -> Any:
-    if isinstance(place, Tensor):
-        return torch.where(place < 0, place + count, place)
-    return place + count if place < 0 else place
-
-
-def _key(count: int, *ends: Any) -> Hashable:
-    return (
-        _PART,
-        count,
-        *((end.terms, end.more) if type(end) is AwaitedCount else (frozenset(), end) for end in ends),
-    )
-
-
-def is_counted(sizes: Any) -> bool:
-    """Whether a size of those is computed."""
-    return isinstance(sizes, (list, tuple)) and any(type(size) is AwaitedCount for size in sizes)
-
-
-def split(answer: Callable[..., Any], x: Tensor, sizes: Sequence[Any], dim: int) -> tuple[Rows, ...]:
-    """`x.split(counts.tolist())`"""
-    if dim % x.ndim:
-        raise RowsUnknown(f"dim {dim} is split in sizes that are computed")
-    ends = [0, *accumulate(sizes)]
-    if isinstance(x, Rows):
-        if x.choice.key != _key(x.padded.shape[0], 0, ends[-1]):
-            raise unknown("split", x.choice)
-        x = x.padded
-    else:
-        _check_all(number_in(ends[-1]), x.shape[0])
-    return tuple(_part(x, start, end, answer) for start, end in pairwise(ends))
-
-
-def _check_all(found: Any, count: int) -> None:
-    if found != count:
-        raise RuntimeError(f"parts of rows, their lengths computed, do not add up to all {count} rows")
-
-
-def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    """Parts that follow each other, which have to be all."""
-    parts, found = list(tensors), rows_in(list(tensors))
-    keys: list[Any] = [rows.choice.key for rows in found]
-    alike = all(isinstance(key, tuple) and key[:2] == (_PART, found[0].padded.shape[0]) for key in keys)
-    if len(found) < len(parts) or dim % found[0].padded.ndim or not alike or not _follow(keys):
-        raise unknown("cat", found[0].choice)
-    whole, valid = found[0].padded, found[0].choice.valid
-    for rows in found[1:]:
-        here = rows.choice.valid.reshape(-1, *[1] * (rows.padded.ndim - 1))
-        whole, valid = torch.where(here, rows.padded, whole), valid | rows.choice.valid
-    _check_all(valid.sum(), valid.shape[0])
-    return whole
-
-
-def _follow(keys: Sequence[Any]) -> bool:
-    return keys[0][2] == (frozenset(), 0) and all(one[3] == next_[2] for one, next_ in pairwise(keys))

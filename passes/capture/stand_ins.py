@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -200,7 +202,7 @@ class AwaitedCount(Awaited):
     def __add__(self, other: Any) -> AwaitedCount:
         return self._plus(other, 1, "__add__")
 
-    __radd__ = __add__
+    __radd__ = __iadd__ = __add__
 
     def __sub__(self, other: Any) -> AwaitedCount:
         return self._plus(other, -1, "__sub__")
@@ -220,15 +222,20 @@ class AwaitedCount(Awaited):
 
 
 class AwaitedCounts(Awaited):
-    """A list of numbers of rows, `counts.tolist()`."""
+    """A list of numbers of rows, `counts.tolist()`, or an array."""
 
-    __slots__ = ("numbers",)
+    __slots__ = ("numbers", "some")
 
     def __init__(
-        self, value: Tensor, look: Callable[[str], Exception], some: Callable[[Tensor], bool]
+        self,
+        value: Tensor,
+        look: Callable[[str], Exception],
+        some: Callable[[Tensor], bool],
+        numbers: Sequence[AwaitedCount] | None = None,
     ) -> None:
         super().__init__(value, look)
-        self.numbers = [AwaitedCount(one, look, some) for one in self.value.unbind(0)]
+        self.some = some
+        self.numbers = numbers or [AwaitedCount(one, look, some) for one in self.value.unbind(0)]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -238,6 +245,20 @@ class AwaitedCounts(Awaited):
 
     def __getitem__(self, index: Any) -> Any:
         return self.numbers[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(np.ndarray, name) and not name.startswith("__"):
+            raise self._look(name)
+        return super().__getattr__(name)
+
+    def tolist(self) -> AwaitedCounts:
+        return self
+
+    def sum(self, **options: Any) -> AwaitedCount:
+        return sum(self.numbers, 0)  # type: ignore[return-value]
+
+    def cumsum(self, axis: Any = None, **options: Any) -> AwaitedCounts:
+        return AwaitedCounts(self.value.cumsum(0), self._look, self.some, [*accumulate(self.numbers)])
 
 
 def number_in(value: Any) -> Any:

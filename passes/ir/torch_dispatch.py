@@ -13,6 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx.node import map_arg
 
@@ -173,20 +174,28 @@ def indexed_by_tensors() -> AbstractContextManager[Any]:
 def traced_values_answered(
     truth: Callable[[torch.Tensor], bool], read: Callable[[torch.Tensor, Callable[..., Any]], Any]
 ) -> Generator[None]:
-    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `item()` and `tolist()` are `read(tensor, torch's
-    own)`: by methods in Python, which no TorchFunctionMode sees, torch asks for each number. Since torch 2.0."""
+    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `item()` and `tolist()`, and `numpy()` of a list
+    of whole numbers, are `read(tensor, torch's own)`: by methods in Python, which no TorchFunctionMode sees, torch asks
+    for each number. Since torch 2.0."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     def of(known: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
         return lambda tensor: read(tensor, known)
 
+    def numpy(tensor: torch.Tensor, **options: Any) -> Any:
+        if tensor.ndim != 1 or tensor.dtype not in (torch.int64, torch.int32):
+            return torch.Tensor.numpy(tensor, **options)
+        found = tensor.tolist()
+        return np.array(found, str(tensor.dtype).removeprefix("torch.")) if type(found) is list else found
+
     with ExitStack() as stack:
         stack.enter_context(replaced_attribute(FunctionalTensor, "__bool__", lambda tensor: truth(tensor)))
         for kind in (FakeTensor, FunctionalTensor):
             stack.enter_context(replaced_attribute(kind, "tolist", of(kind.tolist)))
-            kind.item = of(torch.Tensor.item)  # type: ignore[method-assign]
-            stack.callback(delattr, kind, "item")
+            for name, answer in (("item", of(torch.Tensor.item)), ("numpy", numpy)):
+                setattr(kind, name, answer)
+                stack.callback(delattr, kind, name)
         yield
 
 

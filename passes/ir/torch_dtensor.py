@@ -230,6 +230,14 @@ def take_place_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor._spec = other._spec  # type: ignore[attr-defined]
 
 
+def become_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: torch.Tensor) -> Any:
+    """`op(*args)`, which changes the shape of its DTensor in place to that of `view`. Since torch 2.1."""
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    take_place_of(args[0], view)
+    return return_and_correct_aliasing(op, args, kwargs, args[0])
+
+
 def bare_tensor(kind: type[Any], like: torch.Tensor) -> Any:
     """A tensor of the subclass `kind` without data. `_make_wrapper_subclass` since torch 1.11."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)

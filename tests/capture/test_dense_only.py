@@ -79,6 +79,14 @@ def nested(m: Any, x: Tensor) -> Any:
     return torch.nested.nested_tensor_from_jagged(m.linear(x), torch.tensor([0, 1, 2])).values().sum()
 
 
+def nested_without_layout(m: Any, x: Tensor) -> Any:
+    return torch.nested.nested_tensor([x[0], m.linear(x)[1]]).unbind()[0].sum()
+
+
+def nested_by_mask(m: Any, x: Tensor) -> Any:
+    return torch._nested_tensor_from_mask(m.linear(x)[None], torch.ones(1, 2).bool()).to_padded_tensor(0.0)
+
+
 def dense(m: Any, x: Tensor) -> Any:
     places = (torch.tensor([0]), torch.tensor([1]))
     return torch.zeros(4, 4).index_put(places, m.linear.weight[0, :1], accumulate=True).sum()
@@ -90,6 +98,8 @@ MADE = {
     coo: "sparse_coo_tensor",
     held: "_sparse_mm",
     nested: "nested",
+    nested_without_layout: "nested",
+    nested_by_mask: "nested",
 }
 
 

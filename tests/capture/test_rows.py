@@ -265,8 +265,8 @@ def returned(m: Model, h: Tensor, y: Tensor) -> Any:
     return h[h > 0]
 
 
-def in_order(m: Model, h: Tensor, y: Tensor) -> Any:
-    return torch.sort(h[h.sum(-1) > 0], 0)[0].sum()
+def running(m: Model, h: Tensor, y: Tensor) -> Any:
+    return torch.cummax(h[h.sum(-1) > 0], 0)[0].sum()
 
 
 def array(m: Model, h: Tensor, y: Tensor) -> Any:
@@ -289,6 +289,10 @@ def shared_in_place(m: Model, h: Tensor, y: Tensor) -> Any:
 
 def two_masks(m: Model, h: Tensor, y: Tensor) -> Any:
     return (h[h > 0] * h[h < 1]).sum()
+
+
+def in_one_batch(m: Model, h: Tensor, y: Tensor) -> Any:
+    return h[:, 0][None, torch.where(m.head(h)[:, 0, 0] > 0)[0]][:, 0].sum()
 
 
 def length(m: Model, h: Tensor, y: Tensor) -> Any:
@@ -332,11 +336,12 @@ def more_than_so_many(m: Model, h: Tensor, y: Tensor) -> Any:
 
 REFUSED = [
     (returned, 1, "rows that a mask chooses are returned"),
-    (in_order, 1, "what sort makes of the rows"),
+    (running, 1, "what cummax makes of the rows"),
     (array, 1, "the value of a tensor decides"),
     (shared, 1, "share memory"),
     (shared_in_place, 3, "what erfinv_ makes"),
     (two_masks, 1, "one mask for both"),
+    (in_one_batch, 1, "what an index makes"),
     (length, 1, "mask.sum()"),
     (count_in_loop, 2, "the body of a loop"),
     (write_in_loop, 3, "the body of a loop"),

@@ -72,6 +72,26 @@ def _held(p: Any) -> None:
     p[0] = row.sum()
 
 
+def _lists(p: Any) -> None:
+    """As optimizers with `foreach=True` do."""
+    norms, sums = [p.norm(dim=0), p.norm(dim=1)], [p.sum(0), p.mean(0), p.sum(1)]
+    torch._foreach_mul_(norms, norms)
+    torch._foreach_add_(norms, -9.0)
+    torch._foreach_exp_(sums)
+    p.mul_(norms[0]).add_(norms[1][:, None])
+    p.add_(sums[0]).add_(sums[1]).add_(sums[2][:, None])
+
+
+def _views_of_pending(p: Any) -> None:
+    sums, means, largest, norms = p.sum(0), p.mean(0), p.amax(0), p.norm(dim=0)
+    for x in (sums, means, largest, norms):
+        x[:2].sub_(10.0)
+        x.detach()[1:].square_()
+    sums[1].copy_(torch.tensor(5.0))
+    means[1:3] = largest[:2]
+    p.copy_(torch.cat([p[:7], *(x[None] for x in (sums, means, largest, norms))]))
+
+
 def _smallest_to_zero(p: Any) -> None:
     p.mul_(p.abs() > p.abs().flatten().kthvalue(20).values)
 
@@ -97,6 +117,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "index_copy_": lambda p: p.index_copy_(0, torch.tensor([1, 8]), torch.ones(2, 5)),
     "tril_": lambda p: p.tril_(),
     "renorm_": lambda p: p.renorm_(2, 0, 0.5),
+    "lists of sums and norms": _lists,
+    "views of pending sums and norms": _views_of_pending,
     "a pending sum": lambda p: p[0].copy_(p.sum(0).fill_(2.0)),
     "fill_diagonal_": lambda p: p.fill_diagonal_(7.0),
     "eye_": nn.init.eye_,
@@ -147,6 +169,11 @@ READS: dict[str, Callable[[Any], Any]] = {
     "norms in a row": lambda p: torch.stack([p.norm(), (p * p).norm()]).sum(),
     "the largest": lambda p: p.norm(p=float("inf")) - p.amin(),
     "sums and the largest": lambda p: torch.cat([p.sum(0), p.amax(0)]).square().sum(),
+    "a complex number": lambda p: torch.polar(p.abs() + 1, p).real.sum() + (p * 1j).abs().sum(),
+    "quantiles": lambda p: p.quantile(0.3) + p.quantile(torch.tensor([0.1, 0.9]), dim=1, keepdim=True).sum(),
+    "turned in place": lambda p: ((p * 1).t_().unsqueeze_(0).mul_(2) * OTHER.t()).sum(),
+    "gather of the largest": lambda p: p.gather(1, p.argmax(1, keepdim=True)).sum() + p.argmax(),
+    "a sum and a number": lambda p: (p.sum() + torch.tensor(7)) * (p.sum() + 5),
     "convolution": lambda p: F.conv1d(torch.ones(2, 5, 7), p[:, :, None]),
     "transposed convolution": lambda p: F.conv_transpose1d(torch.ones(2, 11, 7), p[:, :, None], stride=2),
     "group_norm": lambda p: F.group_norm(p[None].transpose(1, 2), 1)[0, 2, 3:].sum(),

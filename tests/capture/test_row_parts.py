@@ -1,0 +1,71 @@
+"""Rows that a mask chose, sorted, by their numbers and in parts: as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.capture.running import check
+from tests.capture.test_rows import Model, call
+
+
+def dispatched(m: Model, h: Tensor, y: Tensor) -> Any:
+    """As davidmrau's mixture of experts: sorted by the expert, and added up."""
+    tokens = h.reshape(-1, 8)
+    top, chosen = m.head(tokens)[:, :3].softmax(-1).topk(2)
+    gates = torch.zeros_like(tokens[:, :3]).scatter(1, chosen, top)
+    ids, order = torch.nonzero(gates).sort(0)
+    expert = ids.split(1, dim=1)[1]
+    rows = torch.nonzero(gates)[order[:, 1], 0]
+    sizes = (gates > 0).sum(0).tolist()
+    kept = torch.gather(gates[rows.flatten()], 1, expert)
+    outputs = [e(part) for e, part in zip(m.experts, tokens[rows].squeeze(1).split(sizes), strict=True)]
+    added = torch.zeros(tokens.shape[0], outputs[-1].size(1)).index_add(0, rows, torch.cat(outputs).mul(kept))
+    return added, sum(part.mean() for part in kept.split(sizes))
+
+
+def chosen_in_order(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Sorted rows, back in their order, and by their numbers."""
+    rows = h[m.head(h).argmax(-1) > 1]
+    values, order = rows.sort(0, descending=True)
+    back = rows[rows[:, 0].argsort()][rows[:, 0].argsort().argsort()]
+    last = rows[-2:].sum(0) + rows[1:-1].square().sum(0) + rows[:3][order[-1:, 0] * 0].sum(0)
+    same = (rows[:, 1][order[:, 1]] == values[:, 1]).sum()
+    among = torch.where(rows[:, 0] > 0)[0]
+    ends = rows.amax(0) + rows.amin() + (rows.cumsum(0) * rows).sum(0) + rows[among].sum(0)
+    first = torch.zeros_like(h[0]).index_add(0, among[:1], rows[among[:1]])
+    return (values[:, :1] * rows).sum(0), (back * rows).sum(0), last, same, ends, first
+
+
+def written_by_length(m: Model, h: Tensor, y: Tensor) -> Any:
+    """As DeepSeek's own code takes the lengths, by numpy; and parts that are written."""
+    tokens, ids = h.reshape(-1, 8) * 1, (m.head(h).argmax(-1).reshape(-1) + torch.arange(12)) % 3
+    counts = ids.bincount(minlength=3)
+    ends, order = counts.cpu().numpy().cumsum(0), ids.argsort(stable=True)
+    added, moved, rows = torch.zeros(12, 8), torch.zeros_like(tokens), tokens[order]
+    for e, end in enumerate(ends):
+        start = 0 if e == 0 else ends[e - 1]
+        if start == end:
+            continue
+        here = order[start:end]
+        each = m.experts[e](tokens[here]).to(tokens.dtype)
+        with torch.no_grad():
+            added.scatter_reduce_(0, here.view(-1, 1).repeat(1, 8), each, reduce="sum")
+        moved[start:end] = each
+        moved[start:end] += 1.0
+    start, first = 0, rows[: counts.tolist()[0]]
+    for e, count in enumerate(counts.tolist()):
+        rows[start : start + count].mul_(e + 1.0)
+        start += count
+    return added, moved, rows, first.square().sum()
+
+
+@pytest.mark.parametrize(
+    "rest", [dispatched, chosen_in_order, written_by_length], ids=lambda rest: rest.__name__
+)
+def test_values_and_gradients_are_torchs(rest: Callable[..., Any]) -> None:
+    check(Model(rest), *call())
