@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from cost_model.collectives import CollectivePrices
-from cost_model.compute import TimedCollective, TimedPrices
 from cost_model.groups import (
     GroupShape,
     floor_slope,
@@ -36,6 +35,7 @@ from cost_model.measurements import (
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 from cost_model.readers import read_profile
+from cost_model.timed import TimedCollective, TimedPrices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,10 +8,11 @@ from functools import partial
 
 from autoshard.plan.plan_content import PlanContent
 from cost_model.collectives import BucketedPrices, CollectivePrices
-from cost_model.compute import ComputePrices, TimedPrices
+from cost_model.compute import ComputePrices
 from cost_model.memory import ADAMW, Axes, Optimizer, reserve_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile, paced_profile, paced_times, scaled_link, with_timed_collectives
+from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment
 from passes.plan.decide import decide

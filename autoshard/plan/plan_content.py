@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from autoshard.version import __version__
-from cost_model.compute import TimedPrices
 from cost_model.errors import Count, PlanError, Seconds, Text
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.layout.layout import JoinedAxes, Layout
 from passes.plan.describe import graph_hash

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent, Raced
 from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
-from cost_model.compute import Priced
 from cost_model.errors import few
 from cost_model.memory import format_bytes, format_seconds
+from cost_model.timed import Priced
 from passes.layout.layout import Layout
 from passes.plan.planned_graph import Collective, NodeRecord, OperandRecord, Turn
 

@@ -38,12 +38,12 @@ from autoshard.plan.plan_ends import (
 )
 from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
-from cost_model.compute import TimedPrices
 from cost_model.deadline import Deadline, OutOfTime, Watch
 from cost_model.errors import InfeasibleError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.process_state import collector_paused

@@ -21,12 +21,12 @@ from autoshard.refine.rounds import Budget, Rounds
 from autoshard.refine.time_work import TimedStore, store_of, time_work
 from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
 from autoshard.watching.agreement import from_first
-from cost_model.compute import TimedPrices
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.measure.peers import collective_backend, local_device
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.compile.single_kernel import start_compiler
 

@@ -16,10 +16,10 @@ from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_pa
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
-from cost_model.compute import TimedPrices
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
+from cost_model.timed import TimedPrices
 from passes.layout.layout import Assignment
 from passes.search.search_terms import COLD, Narrowing, SearchStart
 

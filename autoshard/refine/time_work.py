@@ -19,7 +19,6 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import keep_file
-from cost_model.compute import TimedCollective, TimedKernel, TimedPrices
 from cost_model.errors import ProfileError, read_json
 from cost_model.groups import group_shape
 from cost_model.measure.clock import Clock
@@ -35,6 +34,7 @@ from cost_model.measure.peers import Team, collective_backend, device_name, host
 from cost_model.measure.sampling import Bench, Series, bench_of, by_device
 from cost_model.measurements import SampledCurve, median
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (
     COLD_NBYTES,
     compile_group,

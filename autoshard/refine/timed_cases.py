@@ -11,8 +11,8 @@ from autoshard.plan.families import Family
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.task import Task
-from cost_model.compute import KernelKey, TimedPrices
 from cost_model.mesh import MeshSpec
+from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
 from passes.lower.phases import Phases
 from passes.lower.piecewise import split_pieces

@@ -21,7 +21,7 @@ from autoshard.refine.refine import ToTime
 from autoshard.refine.time_work import Timing, timing
 from autoshard.runtime.executable import Home
 from autoshard.runtime.process_groups import local_device
-from cost_model.compute import TimedPrices
+from cost_model.timed import TimedPrices
 from passes.compile.single_kernel import compile_group
 from passes.ir.torch_inductor import compiles_in_child
 from passes.predict.step_work import KernelCase

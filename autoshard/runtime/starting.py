@@ -43,11 +43,11 @@ from autoshard.runtime.planner import Found, Planner, tuned_path
 from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
 from autoshard.runtime.tuning import TunedHome
 from autoshard.watching.agreement import everyones, from_first
-from cost_model.compute import TimedPrices
 from cost_model.deadline import Deadline
 from cost_model.errors import RankError
 from cost_model.measure.clock import Marks
 from cost_model.memory import format_bytes, format_seconds
+from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.ir.process_state import random_state_kept
 from passes.ir.size_names import Shapes, named_sizes, size_named

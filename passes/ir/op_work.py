@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cost_model.compute import KernelKey
 from cost_model.measurements import KernelKind
+from cost_model.timed import KernelKey
 from passes.ir.joint import first_value, map_operands, node_value, result_shapes, tensor_operands
 from passes.ir.op_traits import fuses, named_arguments, op_kind, schema_arguments
 from passes.ops.attention_window import keys_multiplied

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from cost_model.compute import Priced
+from cost_model.timed import Priced
 from passes.ir.joint import (
     GraphInput,
     JointGraph,

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from cost_model.compute import Priced
 from cost_model.errors import Count, Text, Word
+from cost_model.timed import Priced
 from passes.layout.layout import KEYS, RING, Assignment, Dim, FactorSplit, Layout, NodeLayouts, ReduceOp
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.compute_again import copied_ops
@@ -57,7 +57,7 @@ class StepRecord(Struct, frozen=True, forbid_unknown_fields=True, rename={"name"
 class Reshard(Struct, frozen=True, forbid_unknown_fields=True):
     """One step of a redistribution. nbytes: as the collective is priced (cost_model/collectives.py says of what).
     seconds: in a step, in which pieces of a batch may each need it. after: the layout that it leads to.
-    priced: where the seconds come from (`cost_model.compute`)."""
+    priced: where the seconds come from (`cost_model.timed`)."""
 
     step: StepRecord
     nbytes: Count

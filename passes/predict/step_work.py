@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_model.compute import KernelKey, KernelWork
+from cost_model.timed import KernelKey, KernelWork
 from passes.ir.joint import first_value, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import is_view, storage_root
 from passes.ir.op_work import local_key, may_be_timed

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import fx
 
-from cost_model.compute import ComputePrices, KernelKey, KernelWork, Priced
+from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
 from cost_model.measurements import MEMORY_KINDS, Lateness
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
+from cost_model.timed import KernelKey, KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
 from passes.ir.op_traits import fuses, is_view, op_signature
 from passes.ir.op_work import (

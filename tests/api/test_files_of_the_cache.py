@@ -18,8 +18,8 @@ from autoshard.progress import stages_of
 from autoshard.refine.time_work import TimedStore
 from benchmarks.fuzz_readers import small_plan
 from cost_model.cache_files import write_whole
-from cost_model.compute import TimedPrices
 from cost_model.errors import MOST_BYTES, parse_json
+from cost_model.timed import TimedPrices
 from tests.api.test_plan_cache import task
 
 DEEP = "[" * 100_000

@@ -8,8 +8,8 @@ from torch import nn
 
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.compute import KernelKey, KernelWork
 from cost_model.mesh import MeshSpec
+from cost_model.timed import KernelKey, KernelWork
 from passes.compile import single_kernel
 from passes.compile.compile_graph import compile_graph
 from passes.compile.single_kernel import compile_group, group_graph, repeated_group

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cost_model.compute import KernelKey, KernelWork
+from cost_model.timed import KernelKey, KernelWork
 from passes.compile.single_kernel import repeated_kernel
 from passes.predict.step_work import KernelCase, TensorLook
 

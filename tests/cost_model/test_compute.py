@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.compute import ComputePrices, KernelWork
+from cost_model.compute import ComputePrices
 from cost_model.measurements import MatmulRates, UpdateRates
 from cost_model.profile import Profile
+from cost_model.timed import KernelWork
 
 SHIPPED = [ComputePrices(Profile.named(name)) for name in Profile.names()]
 DTYPES = ("float32", "bfloat16", "float16", "float64")

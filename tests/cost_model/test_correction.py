@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.collectives import CollectivePrices
-from cost_model.compute import ComputePrices, KernelWork
+from cost_model.compute import ComputePrices
 from cost_model.measurements import KINDS, CollectiveSamples
 from cost_model.mesh import MeshSpec
 from cost_model.profile import CollectiveTime, Profile, corrected_profile
+from cost_model.timed import KernelWork
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
 KB = 1000

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cost_model.collectives import CollectivePrices
-from cost_model.compute import ComputePrices, KernelKey, KernelWork, TimedCollective, TimedKernel, TimedPrices
+from cost_model.compute import ComputePrices
 from cost_model.measurements import KINDS, Lateness, UpdateRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile, paced_profile, paced_times
+from cost_model.timed import KernelKey, KernelWork, TimedCollective, TimedKernel, TimedPrices
 
 PACE = 1.37
 MESH = MeshSpec({"dp": 4, "tp": 8})

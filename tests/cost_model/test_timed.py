@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from cost_model.collectives import CollectivePrices
-from cost_model.compute import ComputePrices, KernelKey, KernelWork, TimedCollective, TimedKernel, TimedPrices
+from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile, with_timed_collectives
+from cost_model.timed import KernelKey, KernelWork, TimedCollective, TimedKernel, TimedPrices
 
 ROWS, COLUMNS = (8, 16), (16, 4)
 KEY = KernelKey("aten.mm.default(f32, f32)", (ROWS, COLUMNS), ((0, 1), (0, 1)))

@@ -37,7 +37,7 @@ class Machine:
     slower: float = 1.0
     besides: int = 0
     corrected: float = 1.0
-    whole: int = 3 * LIMIT // 2
+    whole: int = 3 * LIMIT
     counted: list[int] = field(default_factory=list[int])
     programs: int = 0
 
@@ -234,7 +234,7 @@ def test_the_bound_is_of_plans_without_a_limit(joint: JointGraph, slower: float)
 
 def test_states_that_are_no_faster_than_a_plan_that_fits_have_no_program(joint: JointGraph) -> None:
     """Without messages 0.12 s. With them, by hand: 700 bytes are left, in which states take 0.143 s."""
-    machine = Machine(lambda counted: pytest.fail("a program"), least=300, enough=600)
+    machine = Machine(lambda counted: pytest.fail("a program"), least=300, enough=600, whole=3 * LIMIT // 2)
     reserve = lambda found: 300 if found is not None and found.seconds == 0.01 else 0
     ways = _way(machine), _whole(0.12, 950)
     found = StatesWithin(joint, ways, reserve, reserve, _programs).found(LIMIT, NEVER)
@@ -261,7 +261,7 @@ def test_what_was_found_is_kept_where_time_ends_over_a_better_one(joint: JointGr
 
 def test_far_over_the_limit_nothing_is_searched_without_messages_either(joint: JointGraph) -> None:
     """Both ways start from one plan: what is fastest without a limit says little of what fits."""
-    machine = Machine(lambda counted: counted, least=300, enough=500, whole=3 * LIMIT)
+    machine = Machine(lambda counted: counted, least=300, enough=500)
     reserve = lambda found: 100 if found is not None else 0
     ways = _way(machine), Way(_never().fastest, _way(machine).offer)
     found = StatesWithin(joint, ways, reserve, reserve, _programs).found(LIMIT, NEVER)

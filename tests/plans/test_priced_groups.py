@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planning import canonical_capture
 from autoshard.refine.timed_cases import TimedCandidate, cases_of
-from cost_model.compute import TimedPrices
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedPrices
 from tests.profiles import slow_compute
 from tests.refine.tasks import timed
 

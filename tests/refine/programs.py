@@ -22,7 +22,7 @@ from autoshard.plan.task import Task
 from autoshard.refine import rounds
 from autoshard.refine.refine import DividedRounds
 from autoshard.refine.time_work import time_work
-from cost_model.compute import KernelKey, KernelWork, TimedPrices
+from cost_model.timed import KernelKey, KernelWork, TimedPrices
 from passes.compile.single_kernel import compile_group
 from passes.predict.step_work import CollectiveCase, GroupCall, KernelCase, Operand, TensorLook
 from tests.profiles import slow_compute

@@ -10,9 +10,10 @@ from torch import nn
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.planning import canonical_capture
 from autoshard.refine.timed_cases import Case
-from cost_model.compute import ComputePrices, TimedCollective, TimedKernel, TimedPrices
+from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.predict.step_work import CollectiveCase, KernelCase
 from tests.profiles import slow_compute
 

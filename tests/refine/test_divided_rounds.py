@@ -15,8 +15,8 @@ from autoshard.plan.task import Task
 from autoshard.refine.refine import DividedRounds
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case
-from cost_model.compute import TimedPrices
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedPrices
 from passes.plan.planned_graph import NodeRecord
 from passes.predict.step_work import CollectiveCase, KernelCase
 from tests.plans.pipelines import PP, stage_task

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import find_plan
 from autoshard.arguments import check_choices
 from autoshard.refine.refine import may_refine
-from cost_model.compute import TimedPrices
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedPrices
 from tests.ranks import RankPool
 from tests.refine import programs
 

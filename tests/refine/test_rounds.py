@@ -14,7 +14,7 @@ from autoshard.plan.task import Task, search_plan
 from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import AGAIN, Case, refining_seconds
-from cost_model.compute import TimedKernel, TimedPrices
+from cost_model.timed import TimedKernel, TimedPrices
 from passes.predict.step_work import CollectiveCase, KernelCase
 from passes.search.search_terms import COLD, Narrowing, SearchStart
 from tests.refine.tasks import task, timed

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoshard.refine.time_work import TimedStore, timed_key
-from cost_model.compute import TimedPrices
 from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedPrices
 from tests.refine.tasks import task, timed
 
 MACHINES = [("a/0", "EPYC, 2 cores, 1 thread per rank")] * 2

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autoshard.plan.task import Task, search_plan
 from autoshard.planning import canonical_capture
-from cost_model.compute import KernelKey, KernelWork, TimedKernel, TimedPrices
+from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import tensor_operands
 from passes.ir.op_work import class_key, kernel_form, kernel_key, operand_orders
 from passes.layout.layout import Layout, NodeLayouts
