@@ -63,11 +63,10 @@ class Correcting:
     again and again, each time as the program of those before is.
 
     programs: of a plan, the ways in which it was lowered. needs: bytes of a plan, with what it needs besides. reserve:
-    of `StatesWithin`. whole: the fastest plan. faster: than this a plan has to be, in seconds. anyway: of
-    `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states at first. judged:
-    states of which there is a program. tight: as it is counted now, nothing fitted. cut_short: the
-    last states were found when their time was over. bound: no states that are as they
-    are counted now take less."""
+    of `StatesWithin`. whole: the fastest plan. room: for the first states. faster: than this a plan has to be, in
+    seconds. anyway: of `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states
+    at first. judged: states of which there is a program. tight: as it is counted now, nothing fitted. cut_short: the
+    last states were found when their time was over. bound: no states that are as they are counted now take less."""
 
     joint: JointGraph
     programs: Callable[[Found], Sequence[Program]]
@@ -76,6 +75,7 @@ class Correcting:
     way: Way
     whole: Found
     limit: int
+    room: int
     faster: float
     anyway: list[Found]
     deadline: Deadline
@@ -108,7 +108,7 @@ class Correcting:
 
     def _corrected(self) -> None:
         """First roughly, to see what programs hold."""
-        room = self.limit - max(self.reserve(self.whole), 0)
+        room = self.room
         # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
         if room <= 0 or self.joint.in_flight > 1:
             room = self.limit - self.reserve(None)

@@ -146,7 +146,7 @@ class StatesWithin:
         starts = [(self.ways[0], whole)]
         if self.messages(whole) > _WORTH * limit:
             if self.over(whole, limit) > limit:
-                return [*starts, (self.ways[1], whole)]
+                return [(self.ways[1], whole), *starts]
             with suppress(InfeasibleError, OutOfTime):
                 other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))
                 starts.append((self.ways[1], other))
@@ -194,8 +194,21 @@ class StatesWithin:
         always = way is self.ways[0] or self.messages(first) > _WORTH * self._needs(first)
         anyway = self.anyway if always else []
         anyway.append(whole)
+        # What the fastest plan needs for messages, states without any do not.
+        spared_nbytes = self.messages(whole) if way is self.ways[1] else 0
+        room = limit - max(self.reserve(whole) - spared_nbytes, 0)
         search = Correcting(
-            self.joint, self.programs, self._needs, self.reserve, way, whole, limit, faster, anyway, deadline
+            self.joint,
+            self.programs,
+            self._needs,
+            self.reserve,
+            way,
+            whole,
+            limit,
+            room,
+            faster,
+            anyway,
+            deadline,
         )
         # Share of the limit by which a plan may be over it for less in transfers at once to be tried alone.
         if over > 0.25 * limit:
