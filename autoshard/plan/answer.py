@@ -18,7 +18,7 @@ from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import Nearly
 from autoshard.plan.plan_summary import patterns, without_shares
-from autoshard.plan.search_with_states import bounded
+from autoshard.plan.search_with_states import bounded, is_far
 from cost_model.deadline import Deadline
 from cost_model.errors import reject
 from cost_model.memory import format_seconds
@@ -149,8 +149,7 @@ class BestSoFar:
         return [Program(one.phase_seconds, self.over(one), one.held) for one in self.of(found).tried]
 
     def far_over(self, judged: Judged) -> bool:
-        """Whether it needs more than twice the limit."""
-        return self.memory_limit is not None and self.over(judged) > self.memory_limit
+        return self.memory_limit is not None and is_far(self.over(judged), self.memory_limit)
 
     def fits(self, found: Found) -> bool:
         return self.memory_limit is None or self.over(self.of(found)) <= 0

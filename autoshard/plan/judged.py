@@ -18,7 +18,7 @@ from passes.layout.layout import Assignment
 from passes.plan.decide import decide
 from passes.plan.planned_graph import Collective, PlannedGraph
 from passes.predict.predict_step import StepInOrders, predicted_step
-from passes.predict.prediction import KINDS, MemoryStep, MemoryWalk, Prediction, TimelinePart
+from passes.predict.prediction import MemoryStep, MemoryWalk, Prediction, TimelinePart
 from passes.redistribution.redistribute import Redistributor
 from passes.search.state_columns import Held
 from passes.states.compute_again import compute_again
@@ -101,10 +101,10 @@ def judged_within(
     """
     steps = StepInOrders(joint)
     one = judged(joint, assignment, prices, steps.predicted)
-    tried, held, before = [one], _moved(one), None
+    tried, held, before = [one], one.peak.of("moved"), None
     # Shares of what transfers hold that are tried at most, after what makes room for just what is over the limit.
     for share in (1.0, 0.5, 0.5, 0.5, 0.0):
-        moved, missing = _moved(one), over(one)
+        moved, missing = one.peak.of("moved"), over(one)
         # Share of the peak that transfers must hold for fewer at once to be tried.
         if missing <= 0 or moved < 0.01 * one.peak.nbytes or held == 0 or one.peak == before:
             break
@@ -114,11 +114,6 @@ def judged_within(
     fitting = [one for one in tried if over(one) <= 0]
     best = min(fitting, key=lambda one: one.seconds) if fitting else min(tried, key=over)
     return replace(best, tried=tuple(tried))
-
-
-def _moved(one: Judged) -> int:
-    """Bytes that transfers hold at its peak."""
-    return one.peak.by_kind[KINDS.index("moved")]
 
 
 MESSAGES = frozenset({"all_to_all", "point_to_point"})

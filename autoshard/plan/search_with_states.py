@@ -31,6 +31,12 @@ def bounded(found: Found, bound: float) -> Found:
     return replace(found, lower_bound=bound, gap=gap, status=status)
 
 
+def is_far(over: int, limit: int) -> bool:
+    """Whether a plan so many bytes over the limit is where states start, however fast it is: it needs more than twice
+    the limit."""
+    return over > limit
+
+
 @dataclass(frozen=True)
 class WholeTask:
     """What the fastest plan, memory aside, is of, where profile and backend are one. How many pieces are in flight does
@@ -145,7 +151,7 @@ class StatesWithin:
         one plan."""
         starts = [(self.ways[0], whole)]
         if self.messages(whole) > _WORTH * limit:
-            if self.over(whole, limit) > limit:
+            if is_far(self.over(whole, limit), limit):
                 return [(self.ways[1], whole), *starts]
             with suppress(InfeasibleError, OutOfTime):
                 other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))

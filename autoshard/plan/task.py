@@ -198,7 +198,6 @@ def search_plans(
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
                 found = best.judge((joint, assignment, joining), within=chosen is not None)
                 rivals(found)
-                # Far over the limit it is where states start, however fast it is.
                 ends = as_if and wholes is None and best.far_over(found)
                 return Judgement(found.phase_seconds, found.peak.nbytes, ends)
 

@@ -30,7 +30,7 @@ from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.capture.places import Root, Via, contents, refill
 from passes.capture.surroundings import held_by, module_attributes
-from passes.ir.torch_dtensor import dtensor_from, local_of, memory_of, sharding_of
+from passes.ir.torch_dtensor import dtensor_from, is_partial, local_of, memory_of, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
@@ -206,7 +206,7 @@ def as_laid_out(value: Tensor, target: DTensor) -> DTensor:
     alike = value.device_mesh == target.device_mesh
     if alike and value.placements == target.placements:
         return value
-    if alike and not any(p.is_partial() for p in target.placements):
+    if alike and not is_partial(target):
         return value.redistribute(placements=target.placements)
     return like_parameter(value.full_tensor(), target)
 

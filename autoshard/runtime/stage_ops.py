@@ -33,6 +33,7 @@ from passes.ir.torch_dtensor import (
     DISTRIBUTE_STATE,
     GATHER_STATE,
     TOTAL_NORM,
+    is_partial,
     local_of,
     unscaling_op,
     wrap_dtensor_handler,
@@ -202,7 +203,7 @@ def _own_part(tensor: Tensor, pipeline: DeviceMesh) -> Tensor | None:
     place = mesh.get_coordinate()
     if place is None:
         return None
-    if any(p.is_partial() for p in tensor.placements):
+    if is_partial(tensor):
         tensor = tensor.redistribute(mesh, [Replicate() if p.is_partial() else p for p in tensor.placements])
     copies = (i for i, p in zip(place, tensor.placements, strict=True) if p.is_replicate())
     return None if any(copies) else local_of(tensor)

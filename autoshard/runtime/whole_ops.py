@@ -20,7 +20,15 @@ from autoshard.runtime.process_groups import pipeline_mesh_of, whole_group
 from autoshard.runtime.sharding import as_laid_out
 from cost_model.errors import ShardingError
 from passes.ir.torch_compat import version_of
-from passes.ir.torch_dtensor import become_view, dtensor_from, local_of, memory_of, sharding_of, take_place_of
+from passes.ir.torch_dtensor import (
+    become_view,
+    dtensor_from,
+    is_partial,
+    local_of,
+    memory_of,
+    sharding_of,
+    take_place_of,
+)
 
 aten = torch.ops.aten
 
@@ -80,7 +88,7 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
     """The op of whole tensors where torch refuses it on shards, or would write into a copy; else what torch finds."""
     given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     written = _written(op, args, kwargs)
-    if not _is_ours(given) and not any(map(_is_partial, written)):
+    if not _is_ours(given) and not any(map(is_partial, written)):
         return NotImplemented
     if op._schema.is_mutable and not written:  # into a plain tensor: what it is given is whole
         return _whole(op, args, kwargs, written)
@@ -140,7 +148,7 @@ _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor})
 def _errs(op: Any, args: tuple[Any, ...]) -> bool:
     """Whether torch's answer, of shards, is not that of the whole."""
     if op in _FILLS:  # torch fills a pending sum on every rank, which adds up
-        return _is_partial(args[0])
+        return is_partial(args[0])
     if op in _INDEXED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return op in _ERRING
@@ -153,7 +161,7 @@ def _is_mixed(op: Any, args: tuple[Any, ...]) -> bool:
     """Whether a number meets a pending sum, `p.sum() + 1`: torch remembers one of Python for a tensor without dims and
     the other way round, but adds the first on all ranks and the second on one."""
     operands = [v for v, a in zip(args, op._schema.arguments, strict=False) if str(a.type) == "Tensor"]
-    partial = [isinstance(value, DTensor) and _is_partial(value) for value in operands]
+    partial = [isinstance(value, DTensor) and is_partial(value) for value in operands]
     lone = (not p and not (isinstance(v, Tensor) and v.ndim) for v, p in zip(operands, partial, strict=True))
     return op not in _SCALED and any(partial) and any(lone)
 
@@ -174,10 +182,6 @@ def _is_pending(value: DTensor) -> bool:
     """Whether it waits for a maximum or a norm over ranks: torch adds such up as if they were done."""
     pending = (p for p in value.placements if isinstance(p, Partial))
     return any(p.reduce_op in ("max", "min") or hasattr(p, "norm_type") for p in pending)
-
-
-def _is_partial(value: DTensor) -> bool:
-    return any(p.is_partial() for p in value.placements)
 
 
 def as_strided(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,7 +247,7 @@ def _send_first(values: Iterable[Any], mesh: DeviceMesh) -> None:
 def _like_one(value: Tensor, operands: list[DTensor]) -> DTensor:
     """Laid out as the first operand of its shape, as a gradient should be; else replicated."""
     for one in operands:
-        if one.shape == value.shape and value.ndim and not _is_partial(one):
+        if one.shape == value.shape and value.ndim and not is_partial(one):
             return as_laid_out(value, one)
     return _replicated(value, _mesh(operands[0]))
 

@@ -23,6 +23,7 @@ from passes.capture.rows import (
     unknown,
 )
 from passes.capture.stand_ins import AwaitedCount, number_in
+from passes.ir.op_traits import neutral
 from passes.ir.torch_tracing import tracing_suspended
 
 _PART = "part"
@@ -131,25 +132,20 @@ def _follow(keys: Sequence[Any]) -> bool:
 def in_order_of_values(rows: Rows, descending: bool) -> Any:
     """`rows.sort(0)`: what is not there is last, and numbers count those that are there."""
     choice, x = rows.choice.in_front, in_front(rows)
-    last = torch.nan if x.is_floating_point() and not descending else last_of(x.dtype, descending)
+    last = (
+        torch.nan
+        if x.is_floating_point() and not descending
+        else neutral("max" if descending else "min", x.dtype)
+    )
     found = filled(x, choice.valid, last)
     values, numbers = found.sort(dim=0, descending=descending, stable=True)
     return torch.return_types.sort((choice.rows(values), choice.rows(numbers)))
 
 
-def last_of(dtype: torch.dtype, descending: bool) -> float:
-    """The smallest number, or the largest."""
-    if dtype == torch.bool:
-        return not descending
-    if dtype.is_floating_point:
-        return -torch.inf if descending else torch.inf
-    return torch.iinfo(dtype).min if descending else torch.iinfo(dtype).max
-
-
 def by_number(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Of rows and the numbers of some: all rows, and places in them."""
     count = rows.choice.valid.sum()
-    return in_front(rows), torch.where(numbers < 0, numbers + count, numbers)
+    return in_front(rows), _from_front(numbers, count)
 
 
 def write_at_rows(x: Tensor, parts: tuple[Any, ...], value: Any) -> None:
@@ -203,7 +199,7 @@ def _put(x: Tensor, at: tuple[Rows, ...], valid: Tensor, value: Tensor) -> Tenso
     flat = x.reshape(-1, *x.shape[len(at) :])
     place = torch.zeros_like(valid, dtype=torch.int64)
     for rows, size in zip(at, x.shape, strict=False):
-        place = place * size + torch.where(rows.padded < 0, rows.padded + size, rows.padded)
+        place = place * size + _from_front(rows.padded, size)
     place = torch.where(valid, place, flat.shape[0])
     return torch.cat([flat, flat[:1]]).index_put((place,), value)[:-1].reshape(x.shape)
 

@@ -17,7 +17,6 @@ from passes.capture.row_parts import (
     in_order_of_values,
     index_add_,
     is_counted,
-    last_of,
     scatter_add_,
     scatter_reduce_,
 )
@@ -36,6 +35,7 @@ from passes.capture.rows import (
     unknown,
     without_ones,
 )
+from passes.ir.op_traits import neutral
 
 _EACH = """
 add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log
@@ -179,9 +179,9 @@ def _all(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) ->
     return _sum(rows.choice.rows(rows.padded == 0), dims, keepdim, {}) == 0
 
 
-def _largest(function: Callable[..., Tensor], descending: bool) -> Callable[..., Tensor]:
+def _largest(function: Callable[..., Tensor], op: str) -> Callable[..., Tensor]:
     def of_rows(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
-        fill = last_of(rows.padded.dtype, descending)
+        fill = neutral(op, rows.padded.dtype)
         return function(filled(rows.padded, rows.choice.valid, fill), dims, keepdim)
 
     return of_rows
@@ -193,7 +193,7 @@ def _cumsum(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any])
 
 _OVER: dict[str, Callable[..., Tensor]] = {
     "sum": _sum, "mean": _mean, "any": _any, "all": _all, "cumsum": _cumsum,
-    "amax": _largest(torch.amax, True), "amin": _largest(torch.amin, False),
+    "amax": _largest(torch.amax, "max"), "amin": _largest(torch.amin, "min"),
 }  # fmt: skip
 
 

@@ -368,3 +368,15 @@ def numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
     return counts_as(sum(math.prod(v.shape) for v in values if isinstance(v, torch.Tensor)))
+
+
+def neutral(op: str, dtype: torch.dtype) -> float | bool:
+    """What leaves a reduction as it is: 0, or the least or greatest value of `dtype`."""
+    if op == "sum":
+        return 0
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max

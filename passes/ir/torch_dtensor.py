@@ -205,6 +205,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_partial(tensor: Any) -> bool:
+    """Whether a DTensor waits for a reduction over ranks."""
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """What tells the memory of this rank's shard from any other's."""
     return local_of(tensor).untyped_storage()._cdata

@@ -30,7 +30,7 @@ import numpy as np
 
 from passes.search.search_space import CostKinds, recombined
 from passes.solver.graph import Graph
-from passes.solver.problem import Array, Infeasible, Problem, Solution, Tables
+from passes.solver.problem import Array, Problem, Solution, Tables
 from passes.solver.solve import ROUNDING, mixed, no_room, restricted, solve
 
 
@@ -327,8 +327,10 @@ class CuttingPlanes:
         found = self._highest_point()
         if found is not None and not self.choice and self._at_cap(found[1]) and len(self.planes) > 1:
             # The planes of choices that do not fit have no highest point: is there room at all?
-            if not self.has_room and (reason := self._no_room()) is not None:
-                raise reason
+            if not self.has_room:
+                reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
+                if reason is not None:
+                    raise reason
             self.has_room = True
             self.cap *= 8.0
             found = self._highest_point()
@@ -344,9 +346,6 @@ class CuttingPlanes:
         unmoved = bool(self.choice) and self.highest - highest <= UNMOVED * (highest - self.bound)
         self.highest = highest
         return self.bound_at.towards(point, self._step(unmoved))
-
-    def _no_room(self) -> Infeasible | None:
-        return no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
 
     def _of_mixes(self, found: tuple[float, _Point]) -> tuple[float, _Point]:
         """The highest point under the planes of all mixes of the choices so far: those that cut are added. A mix is

@@ -195,14 +195,14 @@ class _Generation(CuttingPlanes):
         self, problem: Problem, kinds: CostKinds, ties: Ties | None, deadline: float, relative_gap: float
     ) -> None:
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
-        self.ties, self.proves = ties, ties is None
+        self.ties = ties
         self.prices: Mapping[int, float] = {}
 
     def generate(self, seen: Iterable[Choice], prices: Mapping[int, float], known: float) -> None:
         """seen, prices: of searches before. Raises Infeasible if no choice fits, or none was found."""
         for choice in seen:
             self.add(choice)
-        self.proves = self.ties is None or bool(self.found)
+        self.known = len(self.found)
         self.prices = prices
         if prices:
             self._brings()
@@ -221,14 +221,15 @@ class _Generation(CuttingPlanes):
             if waited >= PATIENCE:
                 break
         if self.ties is not None and not self._ends(known):
-            self.ties, self.bound, self.proves = None, -math.inf, True
+            self.ties, self.bound = None, -math.inf
             self._brings()
         if not self._ends(known):
             self._mixed(0.2)
 
     def _ends(self, known: float) -> bool:
-        proven = self._gap() <= self.relative_gap or self.bound >= known
-        return (self.proves and proven) or time.monotonic() >= self.deadline
+        says_enough = self.ties is None or self.known > 0
+        proven = says_enough and (self._gap() <= self.relative_gap or self.bound >= known)
+        return proven or time.monotonic() >= self.deadline
 
     def _until_one_fits(self) -> None:
         point = self._next() if self.found and not self.choice else self.bound_at

@@ -17,7 +17,7 @@ from torch import fx
 
 from cost_model.errors import ShardingError
 from passes.ir.joint import node_value
-from passes.ir.op_traits import named_arguments, schema_arguments
+from passes.ir.op_traits import named_arguments, neutral, schema_arguments
 from passes.layout.windows import Window
 from passes.rules.core.rule import Builder, Dim, Exchange, LocalContext, Localize, OpCall, OpRule, TensorInfo
 
@@ -323,15 +323,3 @@ def _ignored_by(rule: OpRule, dims: tuple[Dim, ...], missing: set[str]) -> str |
     if reduced:
         return reduced[0]
     return "sum" if missing & kept else None
-
-
-def neutral(op: str, dtype: torch.dtype) -> float | bool:
-    """What leaves a reduction as it is: 0, or the least or greatest value of `dtype`."""
-    if op == "sum":
-        return 0
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return float("-inf") if op == "max" else float("inf")
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
