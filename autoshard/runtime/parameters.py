@@ -18,7 +18,14 @@ from autoshard.runtime.optimizers import adopt, live_optimizers, retire, shard_w
 from autoshard.runtime.process_groups import holders_mesh, local_device, spec_of
 from autoshard.runtime.sharding import as_laid_out, differing, distributed, like_parameter
 from autoshard.runtime.stage_ops import complete_stage_ops
-from autoshard.runtime.whole_ops import as_strided, convolved, multiplied, on_whole, whole_on
+from autoshard.runtime.whole_ops import (
+    as_strided,
+    convolved,
+    least_or_greatest,
+    multiplied,
+    on_whole,
+    whole_on,
+)
 from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
@@ -46,6 +53,7 @@ _OF_WHOLE = (
     aten._is_any_true.default,
     aten._is_all_true.default,
     aten.allclose.default,
+    aten.equal.default,
 )
 """`.item()`, `float` and `bool`, and what anomaly detection asks. torch reads the rank's own part, of a pending sum
 or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or has no answer."""
@@ -65,6 +73,8 @@ def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()
     handle_dtensor_op(aten.detach.default, _detached)
     answer_new_ops(on_whole)
     wrap_dtensor_handler(aten.as_strided.default, as_strided)
+    for op in (aten.argmin.default, aten.argmax.default):
+        wrap_dtensor_handler(op, least_or_greatest)
     for op in (aten.convolution.default, aten.convolution_backward.default):
         wrap_dtensor_handler(op, convolved)
     wrap_in_torch(SET_PARAMETRIZED, _set_data)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime.process_groups import pipeline_mesh_of, whole_group
@@ -21,9 +21,11 @@ from autoshard.runtime.sharding import as_laid_out
 from cost_model.errors import ShardingError
 from passes.ir.torch_compat import version_of
 from passes.ir.torch_dtensor import (
+    base_of,
     become_view,
     dtensor_from,
     is_partial,
+    is_strided_shard,
     local_of,
     memory_of,
     sharding_of,
@@ -63,6 +65,8 @@ class PartOfWhole(DTensor):
         written = _written(op, args, kwargs or {})
         for part in _parts((args, kwargs)):
             part._follow(any(part is one for one in written))
+        if op is aten.as_strided.default:
+            return _strided(op, args, kwargs or {})
         plain = lambda value: dtensor_from(local_of(value), sharding_of(value))
         found = op(
             *pytree.tree_map_only(PartOfWhole, plain, args),
@@ -72,7 +76,7 @@ class PartOfWhole(DTensor):
             if isinstance(part, PartOfWhole):
                 _put(part.root, part.whole)
         if written:
-            return written[0] if isinstance(found, Tensor) else found
+            return _results(op, args, kwargs or {}, found, lambda value: value)
         first = args[0] if args else None
         if isinstance(first, PartOfWhole) and _is_view(op):
             return pytree.tree_map_only(DTensor, lambda view: _part(view, first.root, first.whole), found)
@@ -98,6 +102,12 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
         return op(*args, **kwargs)
     if torch.Tag.inplace_view in op.tags and written:
         return _viewed_in_place(op, args, kwargs)
+    if op in _NOTED:  # of the shard torch notes it where the whole is not asked, and sends no such shard
+        return _NOTED[op](*args)
+    if op is aten.select_backward.default and args[2] < 0:  # torch does not count it from the end
+        return op(args[0], args[1], args[2] + len(args[1]), args[3])
+    if op is aten._to_copy.default and kwargs.get("dtype") in _UNSENT:
+        return _replicated(op(args[0].full_tensor(), **kwargs), _mesh(args[0]))
     if op is aten.sum.dim_IntList and args[1:] and not args[1]:  # of all dims, which torch takes for none
         return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     errs = _errs(op, args) or _is_mixed(op, args)
@@ -135,10 +145,14 @@ _ERRING = frozenset({
     aten.binary_cross_entropy_with_logits.default,
     aten.native_group_norm.default, aten.native_group_norm_backward.default,
     aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
-    aten.embedding.default, aten.gather.default,
+    aten.embedding.default, aten.gather.default, aten.view_copy.default, aten.linalg_ldl_solve.default,
 })  # fmt: skip
 """Of these torch divides by the size of the shard, or takes it for that of the whole: means of uneven parts are others,
 gradients are larger; or it leaves a sum, of rows in parts, that can be made once."""
+_NOTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""Views that only note what is to be computed, and what computes it."""
+_UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+"""Of these no backend has a collective."""
 _INDEXED = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
@@ -185,17 +199,56 @@ def _is_pending(value: DTensor) -> bool:
 
 
 def as_strided(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the whole tensor, where torch has none of shards."""
+    """Of the whole memory that the tensor is a view of, as in one process; torch has it not of shards."""
 
-    def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return plain(op, args, kwargs)
         except RuntimeError:
             if not _is_ours((args, kwargs)):
                 raise
-            return _view(op, args, kwargs)
+            return _strided(op, args, kwargs)
 
-    return of_whole
+    return strided
+
+
+def _strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = _named(op, args, kwargs)
+    view, offset = given["self"], given.get("storage_offset")
+    memory = base_of(view)
+    is_known = not view.storage_offset() or (isinstance(view, PartOfWhole) and view.root is memory)
+    if not is_known or not memory.is_contiguous():
+        raise ShardingError(
+            "as_strided of a part of a tensor that is in parts on ranks: where in memory it begins is not known\n"
+            "  try: as_strided of the parameter, storage_offset counted from its first element; or of .clone()"
+        )
+    offset = view.storage_offset() if offset is None else offset
+    return _view(op, (memory, given["size"], given["stride"], offset), {})
+
+
+def least_or_greatest(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """argmin and argmax, whose dim torch does not count from the end, and of which an empty shard has none."""
+
+    def place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _named(op, args, kwargs)
+        x, dim = given["self"], given.get("dim")
+        if not _is_ours(x):
+            return plain(op, args, kwargs)
+        args = (x, dim if dim is None or dim >= 0 else dim + x.ndim, given.get("keepdim", False))
+        if any(is_strided_shard(p) for p in x.placements) or _has_empty_shards(x):
+            return _whole(op, args, {}, [])
+        return plain(op, args, {})
+
+    return place
+
+
+def _has_empty_shards(x: DTensor) -> bool:
+    """Whether a rank of the mesh may have none: the same on all ranks."""
+    parts = [1] * x.ndim
+    for placement, ranks in zip(x.placements, x.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            parts[placement.dim] *= ranks
+    return any(size <= -(-size // n) * (n - 1) for size, n in zip(x.shape, parts, strict=True))
 
 
 @torch.no_grad()
@@ -227,12 +280,10 @@ def _whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list
         )
     for target in written:
         _put(target, wholes[id(target)])
-    if written:
-        return written[0] if isinstance(found, Tensor) else found
-    if op._schema.is_mutable:
+    if op._schema.is_mutable and not written:
         return found
     operands = _dtensors((args, kwargs))
-    return pytree.tree_map_only(Tensor, lambda value: _like_one(value, operands), found)
+    return _results(op, args, kwargs, found, lambda value: _like_one(value, operands))
 
 
 def _send_first(values: Iterable[Any], mesh: DeviceMesh) -> None:
@@ -310,6 +361,26 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     given = _named(op, args, kwargs)
     return given.get("dropout_p", given.get("p")) != 0.0 and given.get("train") is not False
+
+
+def _results(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, made: Callable[[Tensor], Tensor]
+) -> Any:
+    """What the op returns: operands that it has written into, where its schema says so, others as `made` of them."""
+    given = _named(op, args, kwargs)
+    names = {
+        frozenset(a.alias_info.before_set): a.name for a in op._schema.arguments if a.alias_info is not None
+    }
+
+    def one(result: Any, value: Any) -> Any:
+        if result.alias_info is not None and result.alias_info.is_write:
+            return given[names[frozenset(result.alias_info.before_set)]]
+        return pytree.tree_map_only(Tensor, made, value)
+
+    results = op._schema.returns
+    if len(results) == 1:
+        return one(results[0], found)
+    return tuple(one(result, value) for result, value in zip(results, found or (), strict=True)) or None
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from cost_model.errors import UnsupportedOpError
 from passes.capture.device_view import cast_to
+from passes.capture.row_dims import attended
 from passes.capture.row_index import mask_key
-from passes.capture.rows import Rows, rows_in, unknown
+from passes.capture.row_values import counted, settled
+from passes.capture.rows import Rows, RowsUnknown, rows_in, unknown
 from passes.ir.torch_tracing import grouped_mm_functions
 from passes.ops.attention_choice import expand_heads
 from passes.ops.attention_op import attention
@@ -48,6 +51,13 @@ def scaled_dot_product(
     """The same arguments and result as `torch.nn.functional.scaled_dot_product_attention`."""
     if attn_mask is not None and is_causal:
         raise RuntimeError("scaled_dot_product_attention: attn_mask and is_causal=True exclude each other")
+    if rows_in((query, key, value, attn_mask)):
+        query, key, value, attn_mask = settled((query, key, value, attn_mask))
+        attend = partial(scaled_dot_product, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
+        try:
+            return attended(attend, query, key, value, attn_mask, is_causal)
+        except RowsUnknown as error:
+            query, key, value, attn_mask = counted((query, key, value, attn_mask), error)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
         key, value = (expand_heads(x, query.shape[-3]) for x in (key, value))

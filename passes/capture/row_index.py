@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from passes.capture.provenance import user_place
+from passes.capture.row_dims import paired
 from passes.capture.row_parts import by_number, part_of, set_part, write_at_rows
 from passes.capture.rows import (
     Choice,
     Rows,
     RowsUnknown,
     all_places,
+    check_first,
     filled,
     in_order,
     one_choice,
@@ -51,6 +53,8 @@ def getitem(answer: Answer, x: Tensor, index: Any) -> Any:
 
 def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
     """`x[index] = value`; by a mask, `x` becomes one of the two in every place."""
+    value = _without_ones(value)
+    check_first((x, index, value), "a write at them")
     parts = index if isinstance(index, tuple) else (index,)
     found = None
     if len(parts) == 1 and not isinstance(x, Rows) and (part := part_of(x, index, answer)) is not None:
@@ -71,6 +75,13 @@ def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
         x = Tensor.__getitem__(x, (*[_ALL] * (lead + mask.ndim), *rest))
     here = mask.reshape(*mask.shape, *[1] * (x.ndim - lead - mask.ndim))
     x.copy_(torch.where(here, _spread(answer, x, mask, lead, value), x))
+
+
+def _without_ones(value: Any) -> Any:
+    """`[1, n, *any]`, which is written as `[n, *any]` is."""
+    if not isinstance(value, Rows) or any(size != 1 for size in value.seen.shape[: value.at]):
+        return value
+    return value.choice.rows(value.seen.reshape(value.seen.shape[value.at :]))
 
 
 def _spread(answer: Answer, x: Tensor, mask: Tensor, lead: int, value: Any) -> Tensor:
@@ -108,6 +119,7 @@ def masked_select(answer: Answer, input: Tensor, mask: Tensor) -> Rows:
 def chosen_places(answer: Answer, condition: Tensor) -> tuple[Rows, ...]:
     """`torch.where(condition)`: the indices of each dim; of rows, their numbers among those that are there."""
     if isinstance(condition, Rows):
+        check_first(condition, "where")
         same, holds = condition.choice, condition.padded != 0
         if holds.ndim > 1:
             raise unknown("where", same)
@@ -153,26 +165,47 @@ def _mask(x: Tensor, parts: tuple[Any, ...]) -> tuple[int, Tensor] | None:
     return (lead, mask) if fits and plain else None
 
 
-def _of_rows(x: Rows, parts: tuple[Any, ...]) -> Rows:
-    """`rows[:, 0]`, `rows[..., None]`, `rows[chosen]`."""
+def _of_rows(x: Rows, parts: tuple[Any, ...]) -> Any:
+    """`rows[:, 0]`, `rows[..., None]`, `rows[None]`, `rows[chosen]`."""
     first = parts[0]
-    if x.ones:
+    if x.is_pair and all(part is None for part in parts):
+        return paired(x.choice, x.seen[parts])
+    if x.is_pair:
         raise unknown("an index", x.choice)
-    if isinstance(first, Rows) and first.dtype == torch.bool and len(parts) == 1:
-        same = one_choice((x, first))
-        return _among(x, same, first.padded)
-    if isinstance(first, Rows) and first.dtype in (torch.int64, torch.int32):
-        found, places = by_number(x, first.padded)
-        return _at_rows(found, (first.choice.rows(places), *parts[1:]))
-    kept = isinstance(first, slice) and first == _ALL
-    if first is Ellipsis:
-        kept = sum(part is not None for part in parts[1:]) < x.padded.ndim
-    if not kept or any(isinstance(part, Tensor) for part in parts):
+    if x.padded.ndim == 2 and not x.at and _is_of_both(x.choice, parts):
+        return paired(x.choice, x.padded)
+    if isinstance(first, Tensor) and first.ndim and not x.at:
+        if isinstance(first, Rows) and first.dtype == torch.bool and len(parts) == 1:
+            check_first(first, "an index")
+            same = one_choice((x, first))
+            return _among(x, same, first.padded)
+        if first.dtype in (torch.int64, torch.int32):
+            found, places = by_number(x, first.padded if isinstance(first, Rows) else first)
+            at = first.choice.rows(places, at=first.at) if isinstance(first, Rows) else places
+            return getitem(x.choice.answer, found, (at, *parts[1:]))
+    at, before, dim = None, 0, 0
+    for part in _every(parts, x.padded.ndim):
+        if dim == x.at and part is not None:
+            at = before if isinstance(part, slice) and part == _ALL else None
+        dim, before = dim + (part is not None), before + (part is None or isinstance(part, slice))
+    if at is None or any(isinstance(part, Tensor) for part in parts):
         raise RowsUnknown("some of the rows are taken by their number")
     x.is_aliased = True
-    part = x.choice.rows(Tensor.__getitem__(x.padded, parts), _of_known(x.places, parts))
+    seen = Tensor.__getitem__(x.seen, parts)
+    places = None if at or x.at else _of_known(x.places, parts)
+    part = x.choice.rows(seen.movedim(at, 0), places, at)
     part.is_aliased, part.copies = True, x.copies
     return part
+
+
+def _is_of_both(choice: Choice, parts: tuple[Any, ...]) -> bool:
+    """Whether `x[mask][:, mask]` is taken by the mask that chose those rows."""
+    if len(parts) != 2 or not isinstance(parts[0], slice) or parts[0] != _ALL:
+        return False
+    mask = parts[1]
+    if not isinstance(mask, Tensor) or isinstance(mask, Rows) or mask.dtype != torch.bool:
+        return False
+    return tuple(mask.shape) == choice.shape and in_order(mask_key(mask)) == in_order(choice.key)
 
 
 def _of_known(places: Tensor | None, parts: tuple[Any, ...]) -> Tensor | None:
@@ -180,6 +213,13 @@ def _of_known(places: Tensor | None, parts: tuple[Any, ...]) -> Tensor | None:
         return None
     with tracing_suspended():
         return Tensor.__getitem__(places, parts)
+
+
+def _every(parts: tuple[Any, ...], ndim: int) -> list[Any]:
+    """Of an index, what is taken of each dim."""
+    rest = [_ALL] * (ndim - sum(part is not None and part is not Ellipsis for part in parts))
+    place = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    return [*parts[:place], *rest, *parts[place + 1 :]]
 
 
 def _among(x: Rows, same: Choice, mask: Tensor) -> Rows:
@@ -194,8 +234,7 @@ def _at_rows(x: Tensor, parts: tuple[Any, ...]) -> Rows:
     """`x[i, j]` of places that a mask chose: [n, *the rest of x]; `x[None, i]`: [1, n, *the rest]."""
     if parts[0] is None:
         rows = _at_rows(x, parts[1:])
-        rows.ones += 1
-        return rows
+        return rows.choice.rows(rows.padded.unsqueeze(1), at=rows.at + 1)
     first = next(i for i, part in enumerate(parts) if isinstance(part, Rows))
     if first:
         x = Tensor.__getitem__(x, parts[:first])
@@ -205,8 +244,12 @@ def _at_rows(x: Tensor, parts: tuple[Any, ...]) -> Rows:
     lead = all(isinstance(part, int) for part in parts[:first])
     if not (numbers and lead and after == list(range(first, first + len(after)))) or others:
         raise RowsUnknown("an index of chosen rows and of something else")
-    at = tuple(part.padded if isinstance(part, Rows) else part for part in parts[first:])
-    return one_choice(parts).rows(Tensor.__getitem__(x, at))
+    index: Any = tuple(part.seen if isinstance(part, Rows) else part for part in parts[first:])
+    choice, rows = one_choice(parts), rows_in(parts)
+    if any(one.is_pair or one.back != rows[0].back for one in rows):
+        raise unknown("an index", choice)
+    at = max(one.padded.ndim for one in rows) - rows[0].back
+    return choice.rows(Tensor.__getitem__(x, index).movedim(at, 0), at=at)
 
 
 def _choice(answer: Answer, mask: Tensor) -> Choice:
@@ -239,13 +282,28 @@ def key_noted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if not rows_in((result, args, kwargs)):
-            given = tuple(
-                mask_key(a) if isinstance(a, Tensor) else repr(a) for a in (*args, *kwargs.values())
-            )
-            for place, leaf in enumerate(result if isinstance(result, tuple) else (result,)):
-                if isinstance(leaf, Tensor) and all(leaf is not a for a in args):
-                    leaf._row_key = ((function.__name__, place, *given), leaf._version)  # type: ignore[attr-defined]
+        leaves = enumerate(result if isinstance(result, tuple) else (result,))
+        results = [(i, r) for i, r in leaves if isinstance(r, Tensor) and all(r is not a for a in args)]
+        if not results or rows_in((result, args, kwargs)):
+            return result
+        given = [*map(_key_of, (*args, *kwargs.values()))]
+        for place, leaf in results if None not in given else ():
+            leaf._row_key = ((function.__name__, place, *given), leaf._version)  # type: ignore[attr-defined]
         return result
 
     return noted
+
+
+_PLAIN = (bool, int, float, str, type(None), type(Ellipsis), torch.dtype, torch.device)
+
+
+def _key_of(given: Any) -> Hashable:
+    """Of an argument; None for one of which it is not known when another is the same."""
+    if isinstance(given, Tensor):
+        return mask_key(given)
+    if isinstance(given, slice):
+        return _key_of((given.start, given.stop, given.step))
+    if isinstance(given, (tuple, list)):
+        keys = tuple(map(_key_of, given))
+        return None if None in keys else keys
+    return repr(given) if isinstance(given, _PLAIN) else None

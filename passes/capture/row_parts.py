@@ -16,6 +16,8 @@ from passes.capture.rows import (
     Rows,
     RowsUnknown,
     all_places,
+    by_row,
+    check_first,
     filled,
     in_front,
     one_choice,
@@ -35,7 +37,7 @@ def part_of(x: Tensor, index: Any, answer: Callable[..., Any]) -> Rows | None:
     """`x[start:end]`; None where that is known."""
     ends = (index.start, index.stop) if isinstance(index, slice) else ()
     is_whole = not isinstance(x, Rows) or ends in ((), (None, None))
-    if is_whole and not any(type(end) is AwaitedCount for end in ends):
+    if (isinstance(x, Rows) and x.at) or (is_whole and not any(type(end) is AwaitedCount for end in ends)):
         return None
     if index.step not in (None, 1):
         raise RowsUnknown("rows are taken by a step, to an end that is computed")
@@ -96,6 +98,7 @@ def split(answer: Callable[..., Any], x: Tensor, sizes: Sequence[Any], dim: int)
     """`x.split(counts.tolist())`"""
     if dim % x.ndim:
         raise RowsUnknown(f"dim {dim} is split in sizes that are computed")
+    check_first(x, "split")
     ends = [0, *accumulate(sizes)]
     if isinstance(x, Rows) and x.choice.key == _key(x.padded.shape[0], 0, ends[-1]):
         found, whole = x.padded, None
@@ -111,18 +114,34 @@ def _check_all(found: Any, count: Any) -> None:
 
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    """Parts that follow each other, which have to be all."""
+    """Parts that follow each other and are all of them are these; others are rows one after another."""
     parts, found = list(tensors), rows_in(list(tensors))
     keys: list[Any] = [rows.choice.key for rows in found]
-    alike = all(isinstance(key, tuple) and key[0] == _PART and key[1] == keys[0][1] for key in keys)
-    if len(found) < len(parts) or dim % found[0].padded.ndim or not alike or not _follow(keys):
+    if any(rows.at != found[0].at for rows in found):
         raise unknown("cat", found[0].choice)
+    if dim % found[0].padded.ndim != found[0].at:
+        if len(found) < len(parts):
+            raise unknown("cat", found[0].choice)
+        return by_row(torch.cat, (parts, dim), {})
+    alike = all(isinstance(key, tuple) and key[0] == _PART and key[1] == keys[0][1] for key in keys)
+    if len(found) < len(parts) or not alike or not _follow(keys):
+        return _one_after_another(parts, found[0])
     padded, valid, whole = found[0].padded, found[0].choice.valid, found[0].choice.whole
     for rows in found[1:]:
         here = rows.choice.valid.reshape(-1, *[1] * (rows.padded.ndim - 1))
         padded, valid = torch.where(here, rows.padded, padded), valid | rows.choice.valid
     _check_all(valid.sum(), valid.shape[0] if whole is None else whole.valid.sum())
     return padded if whole is None else whole.rows(padded)
+
+
+def _one_after_another(parts: Sequence[Tensor], first: Rows) -> Rows:
+    whole = lambda x: (x, torch.ones(len(x), dtype=torch.bool), len(x))
+    own = lambda x: (x.padded, x.choice.valid, x.choice.key)
+    each = (own(part) if isinstance(part, Rows) else whole(part.movedim(first.at, 0)) for part in parts)
+    padded, valid, keys = zip(*each, strict=True)
+    there = torch.cat(valid)
+    choice = Choice(there, ("cat", *keys), tuple(there.shape), user_place(), first.choice.answer)
+    return choice.rows(torch.cat(padded), at=first.at)
 
 
 def _follow(keys: Sequence[Any]) -> bool:
@@ -145,6 +164,8 @@ def in_order_of_values(rows: Rows, descending: bool) -> Any:
 def by_number(rows: Rows, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Of rows and the numbers of some: all rows, and places in them."""
     count = rows.choice.valid.sum()
+    if not isinstance(numbers, Rows) and numbers.numel() and numbers.max() >= count:
+        raise IndexError("the number of a row that a mask chose is out of range")
     return in_front(rows), _from_front(numbers, count)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.capture import row_index, row_values
+from passes.capture import row_dims, row_index, row_values
 from passes.capture.row_parts import (
     cat,
     in_order_of_values,
@@ -26,6 +26,7 @@ from passes.capture.rows import (
     Rows,
     RowsUnknown,
     by_row,
+    check_first,
     filled,
     name_of,
     one_choice,
@@ -33,9 +34,7 @@ from passes.capture.rows import (
     pointwise,
     rows_in,
     unknown,
-    without_ones,
 )
-from passes.ir.op_traits import neutral
 
 _EACH = """
 add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log
@@ -43,17 +42,18 @@ log1p log2 sqrt rsqrt square reciprocal sin cos tan tanh atan atan2 erf sigmoid 
 leaky_relu softplus softsign hardswish hardsigmoid hardtanh logsigmoid clamp clip clamp_min clamp_max maximum minimum
 where lerp round floor ceil eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
 bitwise_xor bitwise_not and or xor invert isnan isinf isfinite nan_to_num masked_fill dropout to float double half
-bfloat16 int long bool type_as clone detach contiguous xlogy logit
+bfloat16 int long bool type_as clone detach contiguous xlogy logit zeros_like ones_like full_like empty_like rand_like
+randn_like
 """
 _POINTWISE = frozenset(_EACH.split())
 _ALL_DIMS = (
     "softmax log_softmax logsumexp sum mean prod amax amin argmax argmin max min var std cumsum any all"
 )
-_ONE_DIM = "narrow select squeeze gather index_select flip softmin unsqueeze"
+_ONE_DIM = "narrow select squeeze gather index_select flip softmin unsqueeze unflatten"
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(f"{_ALL_DIMS} {_ONE_DIM}".split(), (1, None)),
     "norm": (2, None), "normalize": (2, 1), "cosine_similarity": (2, 1), "topk": (2, -1), "chunk": (2, 0),
-    "split": (2, 0), "glu": (1, -1), "sort": (1, -1), "argsort": (1, -1),
+    "split": (2, 0), "glu": (1, -1), "sort": (1, -1), "argsort": (1, -1), "repeat_interleave": (2, None),
 }  # fmt: skip
 """Functions that work along dims, which that of the rows may not be among: where their argument `dim` stands, and its
 default; None: all dims."""
@@ -95,8 +95,10 @@ def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _FACTS:
         return plainly(func, args, kwargs)
-    if any(rows.ones for rows in rows_in((args, kwargs))):
-        return without_ones(name, func, args, kwargs)
+    if row_dims.is_of_pairs(args, kwargs, name in _POINTWISE):
+        return row_dims.of_pairs(name, name in _POINTWISE, func, args, kwargs)
+    if name in _FIRST:
+        check_first((args, kwargs), name)
     if name in _SPECIAL:
         return _SPECIAL[name](*args, **kwargs)
     if name in _LOSSES:
@@ -147,54 +149,18 @@ def _along(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     ndim = rows.padded.ndim + (name == "unsqueeze")
     dims = range(ndim) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
     dims = [d % ndim for d in dims]
-    if 0 not in dims:
-        return by_row(func, args, kwargs)
-    if name in ("sort", "argsort"):
+    if name == "unsqueeze":
+        return by_row(func, args, kwargs, rows.at + (dims[0] <= rows.at))
+    if rows.at not in dims:  # those before that of the rows may be gone after it, or be more
+        before, ndim = sum(d < rows.at for d in dims), rows.padded.ndim
+        return by_row(func, args, kwargs, lambda n: rows.at + before * (n - ndim) // len(dims))
+    if name in ("sort", "argsort") and not rows.at:
         given = dict(zip(("dim", "descending"), args[1:], strict=False)) | kwargs
         found = in_order_of_values(rows, bool(given.get("descending", False)))
         return found if name == "sort" else found[1]
-    if name not in _OVER:
+    if name not in row_dims.OVER or isinstance(dim, bool):
         raise unknown(name, rows.choice)
-    options = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") else {}
-    return _OVER[name](rows, dims, kwargs.get("keepdim", len(args) > 2 and args[2]), options)
-
-
-def _sum(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
-    return torch.sum(filled(rows.padded, rows.choice.valid, 0), dims, keepdim=keepdim, **options)
-
-
-def _mean(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
-    """Summed in float32 at least, as torch does."""
-    dtype = options.get("dtype", rows.padded.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    count = rows.choice.valid.sum() * prod(rows.padded.shape[d] for d in dims if d)
-    return (_sum(rows, dims, keepdim, {"dtype": wide}) / count).to(dtype)
-
-
-def _any(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
-    return _sum(rows.choice.rows(rows.padded != 0), dims, keepdim, {}) > 0
-
-
-def _all(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
-    return _sum(rows.choice.rows(rows.padded == 0), dims, keepdim, {}) == 0
-
-
-def _largest(function: Callable[..., Tensor], op: str) -> Callable[..., Tensor]:
-    def of_rows(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
-        fill = neutral(op, rows.padded.dtype)
-        return function(filled(rows.padded, rows.choice.valid, fill), dims, keepdim)
-
-    return of_rows
-
-
-def _cumsum(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Rows:
-    return rows.choice.rows(filled(rows.padded, rows.choice.valid, 0).cumsum(*dims, **options))
-
-
-_OVER: dict[str, Callable[..., Tensor]] = {
-    "sum": _sum, "mean": _mean, "any": _any, "all": _all, "cumsum": _cumsum,
-    "amax": _largest(torch.amax, "max"), "amin": _largest(torch.amin, "min"),
-}  # fmt: skip
+    return row_dims.over_rows(name, rows, dims, args[1:], kwargs)
 
 
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,21 +199,31 @@ def _with_weights(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str,
         least = 1 + len(shape)
     if name == "one_hot" and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) < 0:
         least = 9
-    if not isinstance(rows, Rows) or len(rows_in((args, kwargs))) > 1 or rows.padded.ndim < least:
+    if not isinstance(rows, Rows) or len(rows_in((args, kwargs))) > 1 or rows.back < least:
         raise unknown(name, one_choice((args, kwargs)))
     return by_row(func, args, kwargs)
 
 
 def _matmul(x: Any, other: Any) -> Any:
-    batches = isinstance(x, Rows) and isinstance(other, Rows) and x.padded.ndim == other.padded.ndim > 2
-    weights = isinstance(x, Rows) and not isinstance(other, Rows) and other.ndim <= 2 <= x.padded.ndim
-    if not (batches or weights):
+    if isinstance(x, Rows) and isinstance(other, Rows):
+        if x.back == 2 and other.back == 1 < other.padded.ndim:
+            return row_dims.paired(one_choice((x, other)), torch.matmul(x.seen, other.seen))
+        if x.back == 1 < x.padded.ndim and other.back == 2:
+            return torch.matmul(torch.where(one_choice((x, other)).valid, x.seen, 0), other.seen)
+        fits = x.back == other.back > 2
+    elif isinstance(x, Rows):
+        fits = other.ndim <= 2 <= x.back
+    else:
+        fits = x.ndim <= other.padded.ndim >= 2 and other.back == 1
+    if not fits:
         raise unknown("matmul", one_choice((x, other)))
     return by_row(torch.matmul, (x, other), {})
 
 
 def _shape(rows: Rows) -> tuple[Any, ...]:
-    return (rows.choice.valid.sum(), *rows.padded.shape[1:])
+    shape: list[Any] = list(rows.seen.shape)
+    shape[rows.at] = rows.choice.valid.sum()
+    return tuple(shape)
 
 
 def _size(rows: Rows, dim: int | None = None) -> Any:
@@ -258,26 +234,10 @@ def _numel(rows: Rows) -> Tensor:
     return rows.choice.valid.sum() * prod(rows.padded.shape[1:])
 
 
-def _view(rows: Rows, *shape: Any) -> Any:
-    """[n, *any] as [n, *others]."""
-    first, *rest = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, Tensor)) else shape
-    is_count = isinstance(first, Tensor) or first == -1
-    if is_count and -1 not in rest and prod(rest) == prod(rows.padded.shape[1:]):
-        return by_row(Tensor.reshape, (rows, -1, *rest), {})
-    raise unknown("reshape", rows.choice)
-
-
-def _flatten(rows: Rows, start_dim: int = 0, end_dim: int = -1) -> Any:
-    whole = not start_dim % rows.padded.ndim
-    return _view(rows, -1) if whole else by_row(torch.flatten, (rows, start_dim, end_dim), {})
-
-
 def _unbind(rows: Rows, dim: int = 0) -> Any:
     """In rows, what a loop over them goes through."""
-    if dim % rows.padded.ndim:
-        return tuple(
-            _along("select", torch.select, (rows, dim, i), {}) for i in range(rows.padded.shape[dim])
-        )
+    if dim % rows.padded.ndim != rows.at:
+        return tuple(_along("select", torch.select, (rows, dim, i), {}) for i in range(rows.seen.shape[dim]))
     if rows.places is None:
         text = f"a loop over the rows chosen at {rows.choice.made}"
         raise RowsUnknown(text, "a loop over all, with torch.where")
@@ -291,28 +251,6 @@ def _length(rows: Rows) -> int:
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function, row_function)
-
-
-def _expand(rows: Rows, *shape: Any) -> Rows:
-    """[n, *any] as [n, *others]."""
-    first, *rest = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    if not (isinstance(first, Tensor) or first == -1) or len(rest) != rows.padded.ndim - 1:
-        raise unknown("expand", rows.choice)
-    return by_row(Tensor.expand, (rows, -1, *rest), {})
-
-
-def _expand_as(x: Any, other: Any) -> Rows:
-    choice = one_choice((x, other))
-    if not (isinstance(x, Rows) and isinstance(other, Rows)):
-        raise unknown("expand_as", choice)
-    return _expand(x, -1, *other.padded.shape[1:])
-
-
-def _repeat(rows: Rows, *times: Any) -> Rows:
-    first, *rest = times[0] if len(times) == 1 and isinstance(times[0], (tuple, list)) else times
-    if first != 1 or len(rest) != rows.padded.ndim - 1:
-        raise unknown("repeat", rows.choice)
-    return by_row(Tensor.repeat, (rows, 1, *rest), {})
 
 
 def _split(tensor: Any, split_size: Any = None, dim: int = 0, *, split_size_or_sections: Any = None) -> Any:
@@ -351,17 +289,26 @@ def _on_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: function(x.clone(), *args, **kwargs)
 
 
-_getitem, _setitem = _indexed(row_values.getitem), _indexed(row_values.setitem)
+@row_index.key_noted
+def _getitem(x: Any, index: Any) -> Any:
+    return row_values.getitem(row_function, x, index)
+
+
+_setitem = _indexed(row_values.setitem)
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "getitem": _getitem, "setitem": _setitem, "index_add_": index_add_,
     "index_add": _on_copy(index_add_), "index_copy_": _copied, "index_copy": _on_copy(_copied),
     "scatter_add_": scatter_add_, "scatter_add": _on_copy(scatter_add_), "scatter_reduce_": scatter_reduce_,
     "scatter_reduce": _on_copy(scatter_reduce_), "gather": _gather,
-    "index_select": _index_select, "expand": _expand, "expand_as": _expand_as, "repeat": _repeat,
-    "cat": cat, "split": _split,
-    "matmul": _matmul, "shape": _shape, "size": _size, "numel": _numel, "len": _length,
-    "view": _view, "reshape": _view, "unbind": _unbind, "flatten": _flatten,
+    "index_select": _index_select, "cat": cat, "split": _split, "matmul": _matmul, "shape": _shape, "size": _size,
+    "numel": _numel, "len": _length, "unbind": _unbind, **row_dims.MOVES,
 }  # fmt: skip
+_FIRST_NAMES = """
+setitem index_add_ index_add index_copy_ index_copy scatter_add_ scatter_add scatter_reduce_ scatter_reduce gather
+index_select len expand_as
+"""
+_FIRST = frozenset({*_FIRST_NAMES.split(), *_LOSSES})
+"""Functions of rows that are the first dim."""
 
 
 def _where(*args: Any, **kwargs: Any) -> Any:

@@ -175,9 +175,12 @@ def settled(tree: Any) -> Any:
         rows.follow()
         _check_unwritten(rows)
     tree = pytree.tree_map_only(Rows, lambda rows: rows if rows.counted is None else rows.counted, tree)
-    choices = [rows.choice for rows in rows_in(tree) if not rows.ones]
+    choices = [rows.choice for rows in rows_in(tree)]
+    if any(rows.is_pair for rows in rows_in(tree)):
+        return tree
     if len({in_order(choice.key) for choice in choices}) > 1 and len(set(map(front_key, choices))) == 1:
-        return pytree.tree_map_only(Rows, lambda rows: rows.choice.in_front.rows(in_front(rows)), tree)
+        forward = lambda rows: rows.choice.in_front.rows(in_front(rows), at=rows.at)
+        return pytree.tree_map_only(Rows, forward, tree)
     return tree
 
 
@@ -191,7 +194,8 @@ def _those_there(rows: Rows) -> Tensor:
     _check_unwritten(rows)
     if rows.counted is None:
         found = rows.padded.index_select(0, _places(rows.choice))
-        rows.counted = found[(None,) * rows.ones] if rows.ones else found
+        found = found.index_select(-1, _places(rows.choice)) if rows.is_pair else found
+        rows.counted = found.movedim(0, rows.at)
         rows.copies.append((rows.counted, rows.counted._version))
     return rows.counted
 

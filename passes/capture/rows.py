@@ -51,11 +51,11 @@ class Choice:
     whole: Choice | None = None
     found: list[Tensor] = field(default_factory=list)
 
-    def rows(self, padded: Tensor, places: Tensor | None = None) -> Rows:
+    def rows(self, padded: Tensor, places: Tensor | None = None, at: int = 0) -> Rows:
         """[n, *any], of which these are there."""
         rows = bare_tensor(Rows, padded)
         rows.padded, rows.choice = filled(padded, self.valid), self
-        rows.places, rows.is_aliased, rows.ones = places, False, 0
+        rows.places, rows.is_aliased, rows.at, rows.is_pair = places, False, at, False
         rows.counted, rows.copies, rows.root = None, [], None
         return rows
 
@@ -76,20 +76,32 @@ class Choice:
 
 
 class Rows(Tensor):
-    """padded: [n, *any]. ones: dims of one in front of the rows, `x[None, i]`. places: its values in all rows, real
-    ones, where they are places in a mask.
+    """padded: [n, *any]. at: which dim n is where it is computed with, `x[None, i]` is [1, n, *any]. is_pair: whether
+    the last dim is of the same rows, behind that of n. places: its values in all rows, real ones, where they are places
+    in a mask.
     is_aliased: another may share its memory, in a run of the forward. counted: as many as there are, which stand for
     all that is done from then on; copies: of those that share its memory, with their versions. root: all rows, of which
     it is a part in the same memory."""
 
     padded: Tensor
     choice: Choice
-    ones: int
+    at: int
+    is_pair: bool
     places: Tensor | None
     is_aliased: bool
     counted: Tensor | None
     copies: list[tuple[Tensor, int]]
     root: Tensor | None
+
+    @property
+    def seen(self) -> Tensor:
+        """All rows, as it is computed with."""
+        return self.padded.movedim(0, self.at) if self.at else self.padded
+
+    @property
+    def back(self) -> int:
+        """Which dim the rows are from the end: 1 for the last."""
+        return self.padded.ndim - self.at
 
     def follow(self) -> None:
         """Be what the root has become."""
@@ -138,6 +150,13 @@ def rows_in(tree: Any) -> list[Rows]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Rows)]
 
 
+def check_first(tree: Any, what: str) -> None:
+    """RowsUnknown where the rows are another dim than the first, or two."""
+    for rows in rows_in(tree):
+        if rows.at or rows.is_pair:
+            raise unknown(what, rows.choice)
+
+
 def one_choice(tree: Any) -> Choice:
     """Of all rows in `tree`."""
     choices = [rows.choice for rows in rows_in(tree)]
@@ -164,8 +183,8 @@ def filled(padded: Tensor, valid: Tensor, value: float | None = None) -> Tensor:
 
 
 _VIEW_NAMES = """
-chunk split narrow select squeeze unsqueeze flatten reshape to float double half bfloat16 int long bool type_as detach
-contiguous
+chunk split narrow select squeeze unsqueeze flatten unflatten reshape permute expand to float double half bfloat16 int
+long bool type_as detach contiguous
 """
 _VIEWS = frozenset(_VIEW_NAMES.split())
 """Whose results may share memory with their argument."""
@@ -184,20 +203,28 @@ def unknown(name: str, choice: Choice) -> RowsUnknown:
 
 def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function of all rows."""
-    whole = lambda rows: rows.padded[(None,) * rows.ones] if rows.ones else rows.padded
-    bare: Any = pytree.tree_map_only(Rows, whole, (args, kwargs))
+    bare: Any = pytree.tree_map_only(Rows, lambda rows: rows.seen, (args, kwargs))
     return func(*bare[0], **bare[1])
 
 
-def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same of a function that works on each row alone."""
+def by_row(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int | Callable[[int], int] | None = None
+) -> Any:
+    """The same of a function that works on each row alone. at: of its results, or ndim -> at; None: that of all its
+    rows."""
     rows, is_view = rows_in((args, kwargs)), name_of(func) in _VIEWS
     choice = one_choice(rows)
+    first = rows[0]
+    if any(one.is_pair or one.back != first.back or (at is None and one.at != first.at) for one in rows):
+        raise unknown(name_of(func), choice)
     made = plainly(func, args, kwargs)
     if made is rows[0].padded:
         return rows[0]
-    result = pytree.tree_map_only(Tensor, choice.rows, made)
-    if is_view and rows[0].places is not None and isinstance(result, Rows):
+    to = at(pytree.tree_leaves(made)[0].ndim) if callable(at) else rows[0].at if at is None else at
+    result = pytree.tree_map_only(
+        Tensor, lambda seen: choice.rows(seen.movedim(to, 0) if to else seen, at=to), made
+    )
+    if is_view and rows[0].places is not None and isinstance(result, Rows) and not (to or rows[0].at):
         with tracing_suspended():
             result.places = func(rows[0].places, *args[1:], **kwargs)
     for one in (*rows, *rows_in(result)) if is_view else ():
@@ -207,30 +234,16 @@ def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is not rows is broadcast along them."""
-    rows = rows_in((args, kwargs))
-    ndim = rows[0].padded.ndim
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if not isinstance(leaf, Tensor):
-            continue
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    rows = rows_in(tensors)
+    back = rows[0].back
+    for leaf in tensors:
         if isinstance(leaf, Rows):
-            fits = leaf.padded.ndim == ndim
+            fits = leaf.back == back
         else:
-            fits = leaf.ndim < ndim or (leaf.ndim == ndim and leaf.shape[0] == 1)
+            fits = leaf.ndim < back or leaf.shape[-back] == 1
         if not fits:
-            raise unknown(
-                f"{name_of(func)} of them and of a tensor of shape {list(leaf.shape)}", rows[0].choice
-            )
-    return by_row(func, args, kwargs)
-
-
-def without_ones(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows:
-    """Where the dims in front of the rows are taken off again: `x[None, i].reshape(-1, x.shape[-1])`."""
-    rows = args[0] if args else None
-    if name in ("reshape", "view", "flatten", "squeeze") and isinstance(rows, Rows):
-        made = plainly(func, args, kwargs)
-        if made.shape == rows.padded.shape:
-            plain = rows.choice.rows(made)
-            plain.copies = rows.copies
-            plain.is_aliased = rows.is_aliased = True
-            return plain
-    raise unknown(name, one_choice((args, kwargs)))
+            shape = f"a tensor of shape {list(leaf.shape)}" if not isinstance(leaf, Rows) else "others"
+            raise unknown(f"{name_of(func)} of them and of {shape}", rows[0].choice)
+    ndim = max(leaf.padded.ndim if isinstance(leaf, Rows) else leaf.ndim for leaf in tensors)
+    return by_row(func, args, kwargs, ndim - back)

@@ -11,10 +11,8 @@ import torch
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """The placement of an axis whose shards of `dim` are split again by an axis to its left.
-
-    `_StridedShard` since torch 2.4; the only placement that states an axis order.
-    """
+    """The placement of an axis whose shards of `dim` are split again by an axis to its left: the only one that states
+    an axis order. `_StridedShard` since torch 2.4."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
@@ -33,8 +31,7 @@ def strided_shard_factor(placement: Any) -> int:
 
 
 def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """From now on `handler(op, args, kwargs)` answers `op` of DTensors, unless torch has a handler of its own.
-    `_custom_op_handlers` since 2.4."""
+    """From now on `handler(op, args, kwargs)` answers `op` of DTensors, unless torch has its own (since torch 2.4)."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
@@ -213,6 +210,11 @@ def is_partial(tensor: Any) -> bool:
 def memory_of(tensor: torch.Tensor) -> int:
     """What tells the memory of this rank's shard from any other's."""
     return local_of(tensor).untyped_storage()._cdata
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of whose memory this is a view; itself if it is none. `_base` since torch 0.4."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def sharding_of(tensor: torch.Tensor) -> Any:

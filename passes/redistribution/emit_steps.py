@@ -31,6 +31,15 @@ COLLECTIVES = (
 )
 
 
+_SENT_AS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
 def value(node: fx.Node | torch.Tensor) -> torch.Tensor:
     """The node's fake (or meta) tensor: this rank's shape, strides and dtype."""
     return node if isinstance(node, torch.Tensor) else node.meta["val"]
@@ -60,16 +69,16 @@ class Emitter:
         """`target(x, *args)` and the wait for it; `shape`: of the result.
 
         Booleans travel as bytes: no backend reduces them, and not every one gathers them; floats of 8 bits likewise,
-        which are never reduced. Complex numbers travel as pairs of real ones, a last dim: not every backend sends them
-        (gloo: all-to-all).
+        which are never reduced. Integers that no backend sends are wider on their way. Complex numbers travel as pairs
+        of real ones, a last dim: not every backend sends them (gloo: all-to-all).
         """
         if value(x).is_floating_point() and value(x).itemsize == 1:
             sent = self.call(aten.view.dtype, self.contiguous(x), torch.uint8)
             return self.call(aten.view.dtype, self.collective(target, sent, shape, *args), value(x).dtype)
-        if value(x).dtype == torch.bool:
-            sent = self.call(aten._to_copy.default, x, dtype=torch.uint8)
+        if (wire := _SENT_AS.get(value(x).dtype)) is not None:
+            sent = self.call(aten._to_copy.default, x, dtype=wire)
             received = self.collective(target, sent, shape, *args)
-            return self.call(aten._to_copy.default, received, dtype=torch.bool)
+            return self.call(aten._to_copy.default, received, dtype=value(x).dtype)
         if value(x).is_complex():
             return self._complex_collective(target, x, shape, *args)
         return self.waited(target, self.contiguous(x), shape, args)

@@ -130,7 +130,7 @@ def written(m: Model, h: Tensor, y: Tensor) -> Any:
     """Rows that have been counted are written like others."""
     rows, others, more = h[y > 0], h[y > 1] * 2, h[y > 2] + 1
     rows[0].zero_()
-    others.T.mul_(2)
+    others.diagonal().mul_(2)
     others[1:3] = m.token
     others += 1
     more[1] += 1
@@ -341,12 +341,12 @@ REFUSED = [
     (shared, 1, "share memory"),
     (shared_in_place, 3, "what erfinv_ makes"),
     (two_masks, 1, "one mask for both"),
-    (in_one_batch, 1, "what an index makes"),
+    (in_one_batch, 1, "taken by their number"),
     (length, 1, "mask.sum()"),
     (count_in_loop, 2, "the body of a loop"),
     (write_in_loop, 3, "the body of a loop"),
     (left_loop, 1, "left by break"),
-    (part_of_the_parts, 2, "what cat makes of the rows"),
+    (part_of_the_parts, 2, "rows that a mask chooses are returned"),
     (as_many_as_counted, 2, "the value of a tensor decides"),
     (more_than_so_many, 2, "the value of a tensor decides"),
 ]

@@ -103,7 +103,10 @@ def test_an_all_to_all_may_turn_the_order_of_axes(dim: int) -> None:
         check(mesh, src, dst, value, prices=StartPrices())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int16, torch.int32, torch.uint32, torch.bfloat16, torch.float32, torch.float64],
+)
 def test_dtypes(dtype: torch.dtype) -> None:
     mesh = MeshSpec({"a": 2, "b": 2})
     value = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
@@ -117,16 +120,25 @@ def test_dtypes(dtype: torch.dtype) -> None:
         check(mesh, src, dst, value)
 
 
-def test_floats_of_8_bits_travel_as_bytes() -> None:
-    """gloo sends no others."""
+@pytest.mark.parametrize(
+    ("dtype", "sent"),
+    [
+        (torch.float8_e5m2, torch.uint8),
+        (torch.int16, torch.int32),
+        (torch.uint16, torch.int32),
+        (torch.uint32, torch.int64),
+        (torch.uint64, torch.int64),
+    ],
+)
+def test_what_backends_do_not_send_travels_as_another_dtype(dtype: torch.dtype, sent: torch.dtype) -> None:
     mesh, graph, layout = MeshSpec({"a": 2}), fx.Graph(), Layout((("a",), ()))
     x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(3, 7, dtype=torch.float8_e5m2)
+    x.meta["val"] = torch.empty(3, 7, dtype=dtype)
     for dst in (Layout.replicated(2), Layout(((), ("a",)))):
         steps = Redistributor(mesh, StartPrices()).plan(layout, dst, (6, 7), 1).steps
         found = emit(graph, x, steps, (6, 7), mesh, 0, simulated_groups(mesh), {})
-        assert found.meta["val"].dtype == torch.float8_e5m2
-    assert [n.meta["val"].dtype for n in collective_nodes(graph)] == [torch.uint8] * 2
+        assert found.meta["val"].dtype == dtype
+    assert [n.meta["val"].dtype for n in collective_nodes(graph)] == [sent] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

@@ -142,3 +142,24 @@ def test_how_much_goes_in_one_round() -> None:
     assert in_one_round("all_gather", torch.empty(2**18 // 3), 4)
     assert not in_one_round("all_gather", torch.empty(2**18), 4)
     assert not in_one_round("all_gather", torch.empty(4, device="meta"), 4)
+
+
+def _of_turned(rank: int) -> dict[str, Tensor]:
+    """Of a tensor that lies in memory otherwise than its shape says."""
+    x, name = held(rank, (3, 4), torch.float64).t(), group_over(2).group_name
+    return {
+        "all_gather_into_tensor": wait(NAMED_BY_NAME["all_gather_into_tensor"](x, 2, name, "w")),
+        "all_to_all_single": wait(NAMED_BY_NAME["all_to_all_single"](x, [2, 2], [2, 2], name, "w")),
+        "reduce_scatter_tensor": wait(NAMED_BY_NAME["reduce_scatter_tensor"](x, "sum", 2, name, "w")),
+        "all_reduce": wait(NAMED_BY_NAME["all_reduce"](x, "sum", name, "w")),
+    }
+
+
+def test_operands_may_lie_otherwise_in_memory(ranks: RankPool) -> None:
+    a, b = (held(rank, (3, 4), torch.float64).t() for rank in range(2))
+    for rank, found in enumerate(ranks.run(_of_turned, world=2)):
+        mine = slice(2 * rank, 2 * rank + 2)
+        torch.testing.assert_close(found["all_gather_into_tensor"], torch.cat([a, b]))
+        torch.testing.assert_close(found["all_to_all_single"], torch.cat([a[mine], b[mine]]))
+        torch.testing.assert_close(found["reduce_scatter_tensor"], (a + b)[mine])
+        torch.testing.assert_close(found["all_reduce"], a + b)

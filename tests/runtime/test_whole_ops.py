@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autoshard.runtime.parameters import complete_dtensor_ops
+from cost_model.errors import ShardingError
 from tests.ranks import RankPool
 
 WHOLE = torch.linspace(-2, 3, 55).view(11, 5)
@@ -177,6 +178,21 @@ READS: dict[str, Callable[[Any], Any]] = {
     "convolution": lambda p: F.conv1d(torch.ones(2, 5, 7), p[:, :, None]),
     "transposed convolution": lambda p: F.conv_transpose1d(torch.ones(2, 11, 7), p[:, :, None], stride=2),
     "group_norm": lambda p: F.group_norm(p[None].transpose(1, 2), 1)[0, 2, 3:].sum(),
+    "a dim from the end": lambda p: p.select(-1, 2).square() * p[:, 1].argmax(-1) + p.argmax(-1),
+    "the largest of few rows": lambda p: p[:2, :1].repeat(1, 2)[:, :2].argmax(0) + p[:1].argmin() * p.sum(),
+    "are they equal": lambda p: (
+        p.sum() * torch.equal(p[:, :1], p[:, 0])
+        + p.amax() * torch.equal(p, p * 1) * (not torch.equal(p, OTHER))
+    ),
+    "16 bits": lambda p: (p * p.short()).sum(0) + (p * 7).to(torch.int16)[3],
+    "copies of views": lambda p: torch.view_copy(p, (5, -1)) * torch.arange(5.0)[:, None],
+    "conjugates": lambda p: torch.view_as_real(torch.fft.ihfft(p, n=4, dim=0).resolve_conj()),
+    "strides": lambda p: (
+        p.as_strided((3, 2), (5, 1), 7)
+        * p.t().as_strided((3, 2), (2, 3))
+        * (p * 2).as_strided((3, 2), (1, 3), 4)
+    ),
+    "strides of a part": lambda p: p[2:7, 1:4].clone().as_strided((3, 2), (2, 1), 3),
 }
 
 
@@ -207,6 +223,21 @@ def test_what_is_read_and_its_gradient_are_of_the_whole(ranks: RankPool) -> None
             torch.testing.assert_close(ours, wanted, msg=lambda text, of=(name, dim): f"{of}: {text}")
 
 
+def _strided_part(rank: int, cut: int) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    complete_dtensor_ops(torch.device("cpu"), [mesh])
+    p: Any = distribute_tensor(WHOLE.clone(), mesh, [Shard(cut)])
+    with pytest.raises(ShardingError) as error:
+        (p[:, 1:3] if cut == 0 else p[2:]).as_strided((3, 2), (5, 1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_strides_of_a_part_of_shards_are_refused(ranks: RankPool, cut: int) -> None:
+    for said in ranks.run(_strided_part, cut, world=2):
+        assert "where in memory it begins is not known\n  try: as_strided of the parameter" in said
+
+
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "normal_": lambda p: p.normal_(),
     "orthogonal_": nn.init.orthogonal_,
@@ -215,6 +246,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "a row": lambda p: p[1].normal_(),
     "rand_like": lambda p: p.add_(torch.rand_like(p)),
     "dropout": lambda p: p.copy_(F.dropout(p, 0.5)),
+    "rrelu": lambda p: p.copy_(F.rrelu(p - 1, training=True)),
     "poisson": lambda p: p.copy_(torch.poisson(p.abs())),
     "after all": lambda p: p.normal_(),
 }

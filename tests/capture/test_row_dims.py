@@ -1,0 +1,205 @@
+"""Chosen rows as a sequence, turned and in another shape, what is done over them, and rows one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cost_model.errors import CaptureError
+from passes.capture import capture
+from tests.capture.running import check
+from tests.capture.test_rows import Model, call
+
+
+def _turned(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions, as Transformers computes them."""
+    angles = (
+        torch.ones(1, 2, 1).expand(positions.shape[0], -1, 1) @ positions[:, None, :].float()
+    ).transpose(1, 2)
+    turn = torch.cat((angles, angles), dim=-1)[:, None]
+    half = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+    return x * turn.cos() + half * turn.sin()
+
+
+def _block(m: Model, x: Tensor, positions: Tensor) -> tuple[Tensor]:
+    """Two heads of queries and one of keys."""
+    batch, length, width = x.shape
+    q = m.experts[0](F.layer_norm(x, (width,))).view(batch, length, 2, 4).transpose(1, 2)
+    k, v = m.experts[1](x).view(batch, length, 2, 4).permute(2, 0, 1, 3)
+    shared = [one[:, None].expand(batch, 2, one.shape[1], 4) for one in (k, v)]
+    y = F.scaled_dot_product_attention(
+        _turned(q, positions), _turned(shared[0], positions), shared[1], is_causal=True
+    )
+    return (x + m.experts[2](y.transpose(1, 2).contiguous().reshape(batch, length, width)),)
+
+
+def mixture_of_depths(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    """A block of the tokens with a weight above a threshold."""
+    weights = m.head(h)[..., 0]
+    chosen = weights > weights.mean(1, keepdim=True)
+    places, out = torch.arange(3).expand(4, -1), torch.zeros_like(h)
+    for i in range(4):
+        keep = chosen[i]
+        tokens = h[i][chosen[i]]
+        if tokens.size(0) > 0:
+            made = _block(m, tokens.unsqueeze(0), places[i][keep].unsqueeze(0))
+            out[i][keep] = made[0] * weights[i][keep].unsqueeze(-1)
+    return out + h * (~chosen).unsqueeze(-1)
+
+
+def encoded(m: Any, h: Tensor, y: Tensor) -> Tensor:
+    """By a layer of torch's own."""
+    keep = m.head(h).argmax(-1) != 2
+    made = [m.layer(h[i, keep[i]].unsqueeze(0)).squeeze(0) for i in range(4)]
+    return torch.cat([one.sum(0) for one in made])
+
+
+class Encoder(Model):
+    def __init__(self) -> None:
+        super().__init__(encoded)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+def test_a_layer_of_torchs() -> None:
+    check(Encoder(), *call())
+
+
+def pooled(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Queries that are always there, and what rows say over all of them. Of no row, too."""
+    flat, keep = h.reshape(-1, 8), m.head(h).argmax(-1).reshape(-1)
+    rows, none = flat[keep != 2], flat[keep > 9]
+    seen = F.scaled_dot_product_attention(m.head.weight[None, :2], rows[None], m.experts[1](rows)[None])
+    shares = m.experts[2](rows)[:, :1].softmax(0)
+    spread = (
+        (rows * torch.arange(8.0)).std(0)
+        + rows.var(0, unbiased=False)
+        + rows.var(1, keepdim=True).sum()
+        + rows.std()
+    )
+    ends = [
+        *rows.max(0),
+        *rows[None].max(1, keepdim=True),
+        rows.softmax(0, torch.float64).sum(0),
+        *rows.min(dim=0),
+        rows.max(),
+        rows[:, 3].argmin(),
+        rows.argmax(1).sum(),
+    ]
+    logs = rows.log_softmax(0).sum(0) + torch.logsumexp(rows, 0) + rows.logsumexp((0, 1))
+    return seen, (shares * rows).sum(0), spread, *ends, logs, none.softmax(0).sum() + h.sum()
+
+
+def pairs(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Attention by hand, with masks of places and of pairs."""
+    found = []
+    for x, keep in zip(h.transpose(0, 1), (m.head(h).argmax(-1) != 2).t(), strict=True):
+        rows, places = x[keep], torch.arange(4)[keep]
+        q, k, v = (layer(rows) for layer in m.experts)
+        scores = q @ k.transpose(-1, -2) / 8**0.5 + (places[:, None] - places).abs() * m.token[0]
+        causal = places.unsqueeze(1) >= places.unsqueeze(0)
+        one = F.dropout(scores.masked_fill(~causal, float("-inf")).softmax(-1), 0.0) @ v
+        heads = [part.unflatten(-1, (2, 4)).transpose(0, 1) for part in (q, k, v)]
+        two = torch.softmax(heads[0] @ heads[1].mT, dim=2, dtype=torch.float64).to(x.dtype) @ heads[2]
+        more = torch.full((4, 4), float("-inf")).triu(1)[keep][:, keep]
+        three = [
+            F.scaled_dot_product_attention(*heads, attn_mask=mask)
+            for mask in (more.unsqueeze(0), causal, more[None])
+        ]
+        memory = F.elu(k).t() @ v
+        out = torch.zeros_like(x)
+        out[keep] = one + rows @ memory
+        found.append(out)
+        found += [(two.transpose(0, 1).flatten(1) * rows).sum(0), sum(part.sum((0, 1)) for part in three)]
+    return found
+
+
+def moved(m: Model, h: Tensor, y: Tensor) -> Any:
+    rows = h[m.head(h).argmax(-1) != 2]
+    back = rows.t().unsqueeze(0).transpose(1, 2).squeeze(0)
+    parts = rows.view(rows.shape[0], 2, -1).permute(1, 0, 2)
+    stacked = torch.stack([parts, parts * 2], 1)[:, :, :, None]
+    one = (
+        rows[None].flatten(0, 1)
+        + rows[:, None].expand(-1, 3, -1).sum(1)
+        + rows.unflatten(1, (4, 2)).flatten(1)
+    )
+    two = (
+        rows[None, :, :4].chunk(2, -1)[1].repeat(2, 1, 1).mean(-1).sum(1)
+        + parts.amax((1, 2))
+        + parts.sum((0, 1, 2))
+    )
+    return (
+        (back * rows).sum(0),
+        stacked.mean((1, 3)).square().sum(1),
+        (one * rows).sum(0),
+        two,
+        parts[1].sum(0),
+    )
+
+
+def one_after_another(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Rows of two masks, and others, as one list; what is not there may be 0 times what is."""
+    first, second = (torch.where(m.head(h).argmax(-1).reshape(-1) % 2 == e)[0] for e in range(2))
+    flat = h.reshape(-1, 8)
+    made = torch.cat([m.experts[0](flat[first]), torch.zeros_like(flat[second]) + m.token])
+    out = torch.empty_like(flat)
+    out[torch.cat([first, second])] = made
+    counts = m.head(h).argmax(-1).reshape(-1).bincount(minlength=5).tolist()
+    later = torch.cat([m.experts[1](part) for part in flat.split(counts)[1:]])
+    wide = torch.cat([flat[first], flat[first] * 2], -1)
+    return out, later.square().mean(), torch.cat([flat[second], h[0], m.token[None]]).std(0), wide.sum(0)
+
+
+EXACT = [mixture_of_depths, pooled, pairs, moved, one_after_another]
+
+
+@pytest.mark.parametrize("rest", EXACT, ids=lambda rest: rest.__name__)
+def test_values_and_gradients_are_torchs(rest: Callable[..., Any]) -> None:
+    check(Model(rest), *call())
+
+
+def with_a_mask(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    rows = h[0][m.head(h[0])[:, 0] > 0][None]
+    return F.scaled_dot_product_attention(rows, rows, rows, attn_mask=torch.ones(1, 1)).sum()
+
+
+def joined_with_a_dim(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return h[m.head(h)[..., 0] > 0].view(-1).sum() + h[m.head(h)[..., 0] > 0][None].view(-1, 4).sum()
+
+
+def mixed(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    rows = h[m.head(h)[..., 0] > 0]
+    return (rows * torch.ones(3, 8)).sum()
+
+
+def part_of_a_sequence(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return h[m.head(h)[..., 0] > 0][None][:, 1:].sum()
+
+
+def product_of_all(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    rows = h[m.head(h)[..., 0] > 0]
+    return (rows @ rows.t()).sum()
+
+
+REFUSED = [
+    (with_a_mask, 2, "attention with a mask of them"),
+    (joined_with_a_dim, 1, "what reshape makes"),
+    (mixed, 2, "mul of them and of a tensor"),
+    (part_of_a_sequence, 1, "taken by their number"),
+    (product_of_all, 2, "what sum makes"),
+]
+
+
+@pytest.mark.parametrize(("rest", "offset", "text"), REFUSED, ids=[r[0].__name__ for r in REFUSED])
+def test_what_is_not_known_is_an_error_at_the_line(rest: Callable[..., Any], offset: int, text: str) -> None:
+    with pytest.raises(CaptureError, match=r"\n  try: ") as caught:
+        capture(Model(rest), call(), {})
+    assert text in str(caught.value)
+    assert f"test_row_dims.py:{rest.__code__.co_firstlineno + offset}, in {rest.__name__}" in str(
+        caught.value
+    )
