@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.published import DEPTHS, hand_step
 from benchmarks.published_parallel import ParallelRow, parallel_rows
-from benchmarks.published_rows import AGAIN, ROWS, Row, profile_of, read_rows
+from benchmarks.published_rows import ROWS, Row, profile_of, read_rows
 from cost_model.errors import InfeasibleError
 
-__all__ = ["PAGE", "Entry", "board_page", "configured", "kept", "known_runs", "off"]
+__all__ = ["FAR", "PAGE", "Entry", "board_page", "configured", "kept", "known_runs", "off"]
 
 KEPT = Path(__file__).parent / "published" / "board.json"
 PAGE = Path(__file__).parents[1] / "docs" / "board.md"
@@ -39,7 +39,7 @@ SOURCES = {
 class Entry:
     """A run on the board. published, predicted: tokens a second of one GPU; None: not known, and why not in `said`.
     nbytes: predicted, of the fullest GPU. ours: of the plan that autoshard finds, in words. blind: predicted before
-    its figure was looked at."""
+    its figure was looked at. note: on what was published."""
 
     run: str
     ran: str
@@ -51,6 +51,12 @@ class Entry:
     ours: str = ""
     blind: bool = False
     date: str = ""
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """predicted / published - 1."""
+        return self.predicted / self.published - 1 if self.predicted and self.published else None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -68,11 +74,11 @@ class Run:
 def known_runs() -> Iterator[Run]:
     for path in ROWS:
         for row in read_rows(path):
-            entry = Entry(row.name, row.ran, SOURCES[path.name], row.tokens_per_second, None)
+            entry = Entry(row.name, row.ran, SOURCES[path.name], row.tokens_per_second, None, note=row.note)
             yield Run(entry, lambda entry, _, row=row: _by_hand(entry, row))
     for row in parallel_rows():
-        ran = "; ".join(filter(None, (row.said, AGAIN[row.configuration.recompute])))
-        entry = Entry(row.name, ran, row.source, row.rate, None)
+        ran = "; ".join(filter(None, (row.said, row.again)))
+        entry = Entry(row.name, ran, row.source, row.rate, None, note=row.note)
         yield Run(entry, lambda entry, seconds, row=row: configured(entry, row, seconds))
 
 
@@ -98,7 +104,11 @@ def kept(path: Path = KEPT) -> dict[tuple[str, str], Entry]:
 
 def off(entries: Iterable[Entry]) -> list[float]:
     """|predicted / published - 1| of those that have both."""
-    return [abs(one.predicted / one.published - 1) for one in entries if one.predicted and one.published]
+    return [abs(one.error) for one in entries if one.error is not None]
+
+
+FAR = 0.2
+"""A prediction so far off is the goal's worst."""
 
 
 _INTRO = """# The board
@@ -127,6 +137,8 @@ def board_page(entries: Sequence[Entry]) -> str:
     lines += ["", "| run | as it ran | published | predicted | error | GB | ours |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
     lines += [_line(one) for one in entries]
+    far = [one for one in entries if one.note and abs(one.error or 0.0) > FAR]
+    lines += ["", *(f"- **{one.run}, {one.ran}**: {one.note}." for one in far)] if far else []
     lines += ["", "Sources: " + "; ".join(dict.fromkeys(one.source for one in entries)) + ".", ""]
     return "\n".join(lines)
 
@@ -136,7 +148,7 @@ def _line(one: Entry) -> str:
     blind = " **blind**" if one.blind else ""
     if one.predicted is None:
         return f"| {one.run} | {one.ran} | {published} | - | {one.said} | | {one.ours} |"
-    error = "" if one.published is None else f"{one.predicted / one.published - 1:+.1%}"
+    error = "" if one.error is None else f"{one.error:+.1%}"
     cells = (one.run, one.ran, published, f"{one.predicted:,.0f}", error + blind, f"{one.nbytes / 1e9:.1f}")
     return f"| {' | '.join(cells)} | {one.ours} |"
 
@@ -162,6 +174,8 @@ def main() -> None:
             blind = entry.published is None or (before is not None and before.blind)
             found[key] = replace(entry, date=date, blind=blind, ours=before.ours if before else "")
             print(_line(found[key]), flush=True)
+        if key in found:
+            found[key] = replace(found[key], note=one.entry.note)
             arguments.kept.write_text(_json(runs, found), encoding="utf-8")
     arguments.output.write_text(board_page(list(_in_order(runs, found))), encoding="utf-8")
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,10 +28,13 @@ from unittest import mock
 import torch
 
 from autoshard.cli import main
-from autoshard.planner.configuration import RECOMPUTE, Configuration
+from autoshard.planner.configuration import RECOMPUTE, Configuration, again_words
 from autoshard.planner.priced_runs import Machine, MetaModel, Run, Workload, configured_run
+from autoshard.planner.readers import DISPATCHERS
+from autoshard.planner.recomputing import MODULES
 from benchmarks.published_rows import CUDNN, Row, attending, gpu_profile, read_rows, run_name
 from cost_model.profile import Profile
+from passes.ir.routing import Routing
 
 __all__ = ["ROWS", "ParallelRow", "parallel_rows"]
 
@@ -74,6 +77,12 @@ class ParallelRow:
     def name(self) -> str:
         layers = "" if self.layers is None else f" of {self.layers} layers"
         return run_name(f"{self.model}{layers}", self.configuration.sequence, self.gpus, self.gpu)
+
+    @property
+    def again(self) -> str:
+        """What it computed again, in words."""
+        again = self.configuration.recompute
+        return "" if again == "none" else f"{again_words(again)} again"
 
     @property
     def transformers(self) -> dict[str, Any]:
@@ -147,7 +156,17 @@ def _row(line: Mapping[str, str]) -> ParallelRow:
 def _of_fsdp(row: Row) -> ParallelRow:
     """Of MPT in one micro-batch, as GPT-2 of its sizes."""
     line = dict.fromkeys(
-        ("global_batch", "step_seconds", "model_tflops_per_gpu", "memory_gb", "source", "note"), ""
+        (
+            "global_batch",
+            "step_seconds",
+            "model_tflops_per_gpu",
+            "memory_gb",
+            "dispatch",
+            "gate",
+            "source",
+            "note",
+        ),
+        "",
     )
     line |= {
         "model": f"MPT-{row.model.upper()}",
@@ -171,8 +190,10 @@ def _configuration(line: Mapping[str, str], gpus: int, sequence: int) -> Configu
     micro = int(line["micro_batch"] or (1 if size("pp") > 1 else batch // data))
     batch = batch or micro * data * size("accumulation")
     again = line["recompute"] or "none"
-    if again not in RECOMPUTE:
-        raise ValueError(f"recompute of {line['model']} is {again!r}\n  try: one of {RECOMPUTE}")
+    if again not in RECOMPUTE and not set(again.split()) <= set(MODULES):
+        raise ValueError(
+            f"recompute of {line['model']} is {again!r}\n  try: one of {RECOMPUTE}, or of {MODULES}"
+        )
     schedule = ("interleaved" if size("virtual") > 1 else "1f1b") if size("pp") > 1 else None
     return Configuration(
         "published",
@@ -191,7 +212,19 @@ def _configuration(line: Mapping[str, str], gpus: int, sequence: int) -> Configu
         context=size("cp"),
         experts=size("ep"),
         virtual=size("virtual") if size("virtual") > 1 else 0,
+        routing=_routing(line),
     )
+
+
+def _routing(line: Mapping[str, str]) -> Routing:
+    """In a row: a token has neighbouring experts, and the next token those behind. [NVIDIA-NeMo/Automodel,
+    FakeBalancedGate]"""
+    found = DISPATCHERS[{"deepep": "flex", "": "allgather"}.get(line["dispatch"], line["dispatch"])]
+    if line["gate"] != "in a row":
+        return found
+    config = _models()[line["model"]]
+    experts = config.get("num_experts") or config["n_routed_experts"]
+    return replace(found, groups=(1, experts // config["num_experts_per_tok"]))
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class Row:
     memory_gib: float | None = None
     triton: bool = False
     float8: bool = False
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -178,6 +179,7 @@ def _mpt(line: Mapping[str, str]) -> Row:
         checkpointing="offloaded" if offloaded else _full(line["activation_checkpointing"]),
         tokens_per_second=float(line["tokens_per_second_per_gpu"]),
         triton="Large Scale" not in line["hardware"],
+        note=line.get("note") or "",
     )
 
 

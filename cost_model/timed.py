@@ -53,7 +53,7 @@ class KernelKey:
 @dataclass(frozen=True)
 class KernelWork:
     """What the model prices a kernel by: the arguments of `ComputePrices.kernel_seconds`. launched: whether it is a
-    kernel of its own and not part of a fused loop."""
+    kernel of its own and not part of a fused loop. groups: of experts' products, matrices."""
 
     flops: float
     nbytes: float
@@ -61,6 +61,7 @@ class KernelWork:
     kind: KernelKind | None = "matmul"
     stored: float = 0.0
     launched: bool = True
+    groups: int = 1
 
     @property
     def limited_by(self) -> KernelKind | None:

@@ -18,8 +18,16 @@ from autoshard.plan.crossovers import crossover_lines
 from autoshard.plan.explain import explain_plan, plan_difference, plan_text
 from autoshard.plan.explain_part import explain_named
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
-from autoshard.plan.plan_content import Part, PlanContent, gap_of, scheduled_parts
-from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, check_undamaged, write_plan
+from autoshard.plan.plan_content import (
+    PIPELINE_FILE,
+    PLAN_FILE,
+    Part,
+    PlanContent,
+    check_undamaged,
+    gap_of,
+    scheduled_parts,
+    write_plan,
+)
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_summary import plan_summary
 from autoshard.plan.stage_schedule import pipeline_memory

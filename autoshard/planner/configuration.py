@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
@@ -18,14 +18,16 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_cast, is_collect, is_piece, is_use, is_view
+from passes.ir.routing import BALANCED, Routing
 from passes.layout.layout import Layout
 from passes.ops.routed_ops import READ_ROWS
 from passes.search.search_terms import Choose, Narrowing, factors_along, in_turn, most
 from passes.strategies.cuts import ops_of
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = str
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-"""What runs again in the backward. selective: all of a block but attention and every second product. full: blocks."""
+"""What runs again in the backward. selective: all of a block but attention and every second product. full: blocks.
+Otherwise names of modules (`autoshard.planner.recomputing.MODULES`), separated by spaces."""
 Words = Mapping[str, Callable[[Any], str]]
 """How a framework writes a value of a field of `Configuration`: "--option 4"."""
 
@@ -36,7 +38,8 @@ class Configuration:
     with parts of the products. each_piece: gathered and reduced in each micro-batch (ZeRO-3); else once in a step.
     context: with parts of the sequences, and of weights that are stored split. experts: among how many neighbours of
     tensor, context and data the experts are divided; expert_tensor: over `tensor` their products are split instead.
-    virtual: stages a rank, one after the other round the ranks; layers_a_stage: in its place; 0: not said.
+    virtual: stages a rank, one after the other round the ranks; layers_a_stage: in its place; 0: not said. routing: to
+    which experts tokens are sent, and how.
 
     sequence_parallel: norms and the residual stream split in the sequence over `tensor`. micro_batch: sequences of one
     data-parallel rank at once; accumulation: in its place, micro-batches of a step. batch: sequences of all ranks in a
@@ -67,6 +70,7 @@ class Configuration:
     expert_tensor: bool = False
     virtual: int = 0
     layers_a_stage: int = 0
+    routing: Routing = BALANCED
 
     @property
     def gpus(self) -> int:
@@ -161,10 +165,10 @@ class Configuration:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         sizes += f", experts over {' x '.join(self.expert_axes)}" if self.expert_axes else ""
         sequence = ", sequence parallel" if self.sequence_parallel and self.tensor > 1 else ""
-        again = {"none": "", "selective": "; ops computed again", "full": "; blocks computed again"}
+        again = f"; {again_words(self.recompute)} computed again" if self.recompute != "none" else ""
         schedule = f"; {self.schedule}" if self.schedule and self.stages > 1 else ""
         compiled = "" if self.compiled else "; not compiled"
-        return f"{sizes}{sequence}{again[self.recompute]}{schedule}{compiled}"
+        return f"{sizes}{sequence}{again}{schedule}{compiled}"
 
     def others(self) -> Iterator[Configuration]:
         """As many GPUs and stages, compiled, otherwise divided: tensor parallelism within a host of 8; of each division
@@ -188,6 +192,11 @@ class Configuration:
         """The options of `other` that are not as here, as the framework writes them."""
         names = [name for name in self.words if getattr(self, name) != getattr(other, name)]
         return ", ".join(self.words[name](getattr(other, name)) for name in names) or "as it is"
+
+
+def again_words(recompute: Recompute) -> str:
+    """What runs again: "blocks", "layernorm, moe_act"."""
+    return {"selective": "ops", "full": "blocks"}.get(recompute, ", ".join(recompute.split()))
 
 
 def configured_narrowing(joint: JointGraph, mesh: MeshSpec, configuration: Configuration) -> Narrowing:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from autoshard.call_ends import output_layouts
 from autoshard.plan.division import Division
@@ -27,12 +26,14 @@ from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planner.configuration import Configuration, Recompute, configured_narrowing
+from autoshard.planner.recomputing import recomputing_options
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.memory import format_bytes, format_seconds, parse_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_work import global_flops
@@ -209,6 +210,8 @@ def configured_plan(
             f"{configuration.framework} computes blocks again, and the model has none under torch.utils.checkpoint\n"
             "  try: --hf, or checkpoint(block, x) in the model's forward"
         )
+    if configuration.experts > 1:
+        captured = replace(captured, joint=with_routing(captured.joint, configuration.routing))
     cut = cut_call(captured, pieces, sizes_only=True)
     if configuration.stages == 1:
         return search_plan(_task(cut, cut.joint, mesh, configuration, machine))
@@ -320,9 +323,7 @@ class MetaModel:
         model = self._model(layers)
         model.forward = partial(_loss, model.forward)
         if recompute != "none":
-            options: dict[str, Any] = {"use_reentrant": False}
-            if recompute == "selective":
-                options["context_fn"] = _selective_contexts
+            options = recomputing_options(model, recompute)
             enable = getattr(model, "activation_checkpointing_enable", None)
             if enable is None:  # transformers 5.0
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -376,18 +377,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ShardingError(f"--hf {file} holds no options\n  try: a config.json of transformers")
     return values
-
-
-def _selective_contexts() -> Any:
-    """torchtitan's: attention and every second product stay. [torchtitan, `_get_custom_policy`]"""
-    return create_selective_checkpoint_contexts(partial(_policy, {False: 0, True: 0}))
-
-
-def _policy(seen: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(op)
-    if any(word in name for word in ("aten.mm.", "aten.addmm.", "aten.linear.")):
-        seen[context.is_recompute] += 1
-        saved = seen[context.is_recompute] % 2 == 1
-    else:
-        saved = "attention" in name
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planner.configuration import RECOMPUTE, Configuration, Recompute
+from autoshard.planner.recomputing import MODULES, modules_again
 from cost_model.errors import ShardingError
+from passes.ir.routing import BALANCED, Routing
 
 _LLAMAS: Mapping[str, Mapping[str, int]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -28,6 +30,12 @@ _SCHEDULES = {
     "interleavedzerobubble": "zero_bubble",
     "zbvzerobubble": "zero_bubble",
 }
+
+
+DISPATCHERS = {"allgather": BALANCED, "alltoall": Routing(once=0), "flex": Routing(once=8)}
+"""Of Megatron-LM. A token of alltoall travels for each of its experts, and one of DeepEP or HybridEP, in flex, once to
+each host of 8 GPUs. [deepseek-ai/DeepEP, README: "NVLink and RDMA
+forwarding"]"""
 
 
 class _Options:
@@ -110,6 +118,7 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
     expert_tensor = parallel("expert_tensor_parallel_degree", tensor)
     if expert_tensor not in (1, tensor):
         raise parallel.error("expert_tensor_parallel_degree", expert_tensor, f"1 or {tensor}")
+    sends = parallel.only("expert_parallel_comm_backend", "standard", "deepep", "hybridep")
     gathers = parallel.only("fsdp_reshard_after_forward", "default", "always", "never")
     each = parallel("pipeline_parallel_layers_per_stage", 0)
     parallel.left("disable_loss_parallel", "enable_async_tensor_parallel", "enable_compiled_autograd",
@@ -155,6 +164,8 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
         experts=experts,
         expert_tensor=tensor > 1 and expert_tensor == tensor,
         layers_a_stage=each,
+        # Standard: an all-to-all of rows. [torchtitan, ExpertParallel, `_token_dispatch`]
+        routing=DISPATCHERS["alltoall" if sends == "standard" else "flex"],
     )  # fmt: skip
 
 
@@ -177,6 +188,8 @@ def megatron(text: str, gpus: int | None) -> Configuration:
     parser.add_argument("--recompute-granularity", choices=["full", "selective"])
     parser.add_argument("--recompute-method")
     parser.add_argument("--recompute-num-layers", type=int)
+    parser.add_argument("--recompute-modules", nargs="*", choices=MODULES, default=[])
+    parser.add_argument("--moe-token-dispatcher-type", choices=list(DISPATCHERS))
     try:
         known, unread = parser.parse_known_args(shlex.split(text.replace("\\\n", " ")))
     except (argparse.ArgumentError, ValueError) as error:
@@ -194,8 +207,8 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         raise rest.error("--expert-tensor-parallel-size", expert_tensor, f"1 or {tensor}")
     data = _of_gpus(where, gpus, tensor * context * stages, known.world_size)
     split = known.use_distributed_optimizer or known.use_torch_fsdp2
-    # What "selective" runs again, products of queries and keys, flash attention never keeps.
-    again: Recompute = "full" if known.recompute_granularity == "full" else "none"
+    modules = " ".join(known.recompute_modules) if known.recompute_granularity == "selective" else ""
+    again: Recompute = "full" if known.recompute_granularity == "full" else modules_again(modules)
     each = of("num-layers-per-virtual-pipeline-stage", 0)
     virtual = of("num-virtual-stages-per-pipeline-rank", 0)
     return Configuration(
@@ -203,11 +216,11 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         known.sequence_parallel, again, of("micro-batch-size", 1), 0,
         of("global-batch-size", of("micro-batch-size", 1) * data), of("seq-length", 0),
         ("interleaved" if each or virtual else "1f1b") if stages > 1 else None, True, _megatron_model(known),
-        recomputes=("none", "full"),
+        recomputes=tuple(dict.fromkeys(("none", again, "full"))),
         words={
             "tensor": "--tensor-model-parallel-size {}".format,
             "micro_batch": "--micro-batch-size {}".format,
-            "recompute": lambda how: f"{'--' if how == 'full' else 'no --'}recompute-granularity full",
+            "recompute": _megatron_recompute,
         },
         unread=tuple(word for word in unread if word.startswith("--")),
         context=context,
@@ -215,7 +228,14 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         expert_tensor=tensor > 1 and expert_tensor == tensor,
         virtual=virtual,
         layers_a_stage=each,
+        routing=DISPATCHERS.get(known.moe_token_dispatcher_type, BALANCED),
     )  # fmt: skip
+
+
+def _megatron_recompute(how: Recompute) -> str:
+    if how == "none":
+        return "no --recompute-granularity"
+    return f"--recompute-granularity {'full' if how == 'full' else f'selective --recompute-modules {how}'}"
 
 
 def _megatron_model(known: argparse.Namespace) -> dict[str, Any] | None:

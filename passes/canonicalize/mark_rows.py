@@ -15,7 +15,7 @@ from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.graph_pass import GraphPass, Sweep, copy_joint, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
-from passes.ir.routing import Choice, Routing, check_experts, copies_of, sum_of
+from passes.ir.routing import Routing, check_experts, copies_of, sum_of
 from passes.layout.layout import ROUTED
 from passes.ops.collective_ops import returned, sent
 from passes.ops.routed_ops import READ_ROWS
@@ -75,11 +75,11 @@ class MarkRows(GraphPass):
         return joint
 
 
-def _ended(target: Any, ids: tuple[int, ...], experts: int) -> str:
+def _ended(target: Any, ids: tuple[int, ...], experts: int, routing: Routing) -> str:
     """How a result of the op is pending, where experts are split. ids: their shape."""
     if target is ours.own_rows.default:
-        return sum_of(Choice(1, experts))
-    return sum_of(Choice(ids[-1], experts)) if target is ours.sum_rows.default else "sum"
+        return sum_of(routing.choice(1, experts))
+    return sum_of(routing.choice(ids[-1], experts)) if target is ours.sum_rows.default else "sum"
 
 
 def is_copied(value: fx.Node, ids: tuple[int, ...]) -> bool:
@@ -122,21 +122,21 @@ class Region:
             if node.target is not operator.getitem:
                 read = enumerate(tensor_operands(node)[: READ_ROWS.get(node.target)])
                 routed = (
-                    (i, self._pending(operand))
+                    (i, self._pending(operand, routing))
                     for i, operand in read
                     if operand not in self.others and has_rows(operand, shape)
                 )
-                pending = ROUTED if node in self.rows else _ended(node.target, shape, self.experts)
+                pending = ROUTED if node in self.rows else _ended(node.target, shape, self.experts, routing)
                 pending = None if node.target is ours.routed_outer.default else pending
                 node.meta["rows"] = RoutedRows(self.experts, frozenset(routed), pending, routing)
 
-    def _pending(self, operand: fx.Node) -> str:
+    def _pending(self, operand: fx.Node, routing: Routing) -> str:
         """How it is, where its rows count on the ranks of their experts."""
         shape, made = shape_of(self.ids), operand
         while is_use(made):
             made = tensor_at(made)
         copied = operand not in self.rows and is_copied(made, shape)
-        return copies_of(Choice(shape[-1], self.experts)) if copied else ROUTED
+        return copies_of(routing.choice(shape[-1], self.experts)) if copied else ROUTED
 
 
 def experts_of(graph: fx.Graph) -> set[int]:

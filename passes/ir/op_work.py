@@ -53,7 +53,7 @@ def global_flops(node: fx.Node) -> float:
         return 2.0 * node_value(node).numel() * a.shape[-1]
     if target in NARROW_PRODUCTS:
         return 2.0 * node_value(node).numel() * node_value(tensor_operands(node)[0]).shape[-1]
-    if target in _routed():
+    if target in routed_products():
         return _routed_flops(node)
     if target is torch.ops.autoshard.attention.default:
         return 4.0 * _attention_volume(node, 0)
@@ -116,7 +116,8 @@ def _contract_flops(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-def _routed() -> tuple[Any, ...]:
+def routed_products() -> tuple[Any, ...]:
+    """As many products as there are experts."""
     ops = torch.ops.autoshard
     return ops.routed_mm.default, ops.routed_outer.default, ops.grouped_mm.default
 

@@ -14,10 +14,13 @@ from cost_model.errors import ShardingError, is_number, reject
 @dataclass(frozen=True)
 class Routing:
     """factor: rows of the fullest rank, over those that all have where experts are equally loaded. shares: of all rows
-    those of each expert; (): the factor says."""
+    those of each expert; (): the factor says. groups, once: how a token's experts lie, and how it travels to them, as
+    `Choice` has them."""
 
     factor: float = 1.0
     shares: tuple[float, ...] = ()
+    groups: tuple[int, int] = (1, 1)
+    once: int = 1
 
     @staticmethod
     def of(numbers: Sequence[float]) -> Routing:
@@ -28,6 +31,10 @@ class Routing:
     def numbers(self) -> tuple[float, ...]:
         """What it is made of again; (): experts are equally loaded."""
         return self.shares or (() if self.factor == 1.0 else (self.factor,))
+
+    def choice(self, count: int, experts: int) -> Choice:
+        """Of so many experts of all."""
+        return Choice(count, experts, self.groups, self.once)
 
     def share(self, experts: Sequence[int]) -> float:
         """Of all rows, those of the fullest rank; experts: how many each has, in order."""
@@ -49,26 +56,62 @@ BALANCED = Routing()
 
 @dataclass(frozen=True)
 class Choice:
-    """Experts of a token: so many different ones, of all that there are."""
+    """Experts of a token: so many different ones, of all that there are. groups: of so many groups of neighbours they
+    lie in so many, chosen at random: (4, 8) where a router limits them to 4 of 8. once: a token travels once to all
+    experts of so many neighbouring ranks, which pass it on among them; 0: once to each expert."""
 
     count: int
     experts: int
+    groups: tuple[int, int] = (1, 1)
+    once: int = 1
 
     def __str__(self) -> str:
-        return f"{self.count}of{self.experts}"
+        groups = "" if self.groups == (1, 1) else "in{}of{}".format(*self.groups)
+        return f"{self.count}of{self.experts}{groups}{'' if self.once == 1 else f'by{self.once}'}"
 
     @staticmethod
     def of(op: str) -> Choice | None:
-        """That which what is pending, "sum2of8" or "routed2of8", says; None: it says none."""
-        found = re.fullmatch(r"[a-z]+(\d+)of(\d+)", op)
-        return Choice(*map(int, found.groups())) if found else None
+        """That which what is pending, "sum2of8" or "routed8of256in4of8by8", says; None: it says none."""
+        found = re.fullmatch(r"[a-z]+?(\d+)of(\d+)(?:in(\d+)of(\d+))?(?:by(\d+))?", op)
+        if found is None:
+            return None
+        count, experts, chosen, groups, once = (int(said or 1) for said in found.groups())
+        return Choice(count, experts, (chosen, groups), once)
 
     def ranks(self, ways: int) -> float:
-        """How many ranks a token is wanted by, of so many that have equally many experts, where each expert is as
-        likely: ways (1 - C(e - e / ways, count) / C(e, count)) of e experts, of which a rank has e / ways."""
-        others = self.experts * (1.0 - 1.0 / ways)
-        none = ((max(0.0, others - i) / (self.experts - i)) for i in range(min(self.count, self.experts)))
-        return ways * (1.0 - math.prod(none))
+        """How many ranks a token is wanted by, of so many that have equally many experts, where each expert that it may
+        have is as likely. Of e experts that it may have, of which a rank has r, it has none of the rank's in
+        C(e - r, count) / C(e, count) of cases; a rank has r of 0, one or several groups that are chosen."""
+        chosen, groups = self.groups if self._in_whole_groups(ways) else (1, 1)
+        size, held = self.experts / groups, max(1, groups // ways)
+        share = min(size, self.experts / ways)  # of one group, what a rank has
+        likely = lambda n: (
+            math.comb(held, n) * math.comb(groups - held, chosen - n) / math.comb(groups, chosen)
+        )
+        return ways * math.fsum(
+            likely(n) * (1.0 - self._without(chosen * size, n * share))
+            for n in range(1, min(held, chosen) + 1)
+        )
+
+    def copies(self, ranks: Sequence[int]) -> float:
+        """How often a token travels over the slowest link that joins these ranks, among which the experts are split."""
+        if not self.once:
+            return self.count
+        reached = len({rank // self.once for rank in ranks})
+        return self.ranks(reached if reached > 1 else len(ranks))
+
+    def travelling(self, nbytes: int, ranks: Sequence[int]) -> int:
+        """Bytes over that link, of as many that reach ranks."""
+        return math.ceil(nbytes * self.copies(ranks) / self.ranks(len(ranks)))
+
+    def _in_whole_groups(self, ways: int) -> bool:
+        """Whether a rank has whole groups, or a part of one."""
+        return self.groups[1] % ways == 0 or ways % self.groups[1] == 0
+
+    def _without(self, experts: float, others: float) -> float:
+        """How likely none of `others` is chosen, of so many experts."""
+        left = experts - others
+        return math.prod(max(0.0, left - i) / (experts - i) for i in range(min(self.count, int(experts))))
 
 
 def sum_of(choice: Choice) -> str:
@@ -97,7 +140,7 @@ def checked_routing(routing: object) -> Routing:
 
 def check_experts(routing: Routing, experts: set[int]) -> None:
     """ShardingError unless a model with products of so many experts can be routed so."""
-    if routing == BALANCED:
+    if not routing.numbers:
         return
     if not experts:
         raise ShardingError(

@@ -26,7 +26,7 @@ from passes.ir.graph_pass import (
 )
 from passes.ir.graph_properties import UNMARKED
 from passes.ir.joint import node_values
-from passes.ir.routing import BALANCED, Choice
+from passes.ir.routing import BALANCED, Choice, Routing
 from passes.layout.layout import nested_sizes
 from passes.lower.row_order import Sorting
 from passes.ops.collective_ops import add_rows, exchange_rows, own_spans, returned, routes, sent
@@ -37,9 +37,10 @@ aten, ours = torch.ops.aten, torch.ops.autoshard
 
 
 class _Routes(NamedTuple):
-    """Tokens that are sent, and where those for each rank end; of own rows their tokens' places among those that
-    arrive; as many numbers as arrive, and where those of each rank end."""
+    """choice: of tokens' experts. Tokens that are sent, and where those for each rank end; of own rows their tokens'
+    places among those that arrive; as many numbers as arrive, and where those of each rank end."""
 
+    choice: Choice
     sent: fx.Node
     leaving: fx.Node
     places: fx.Node
@@ -129,7 +130,7 @@ class OwnRows(Sorting):
         dims = shape_of(part)[n:]
         flat = emit(value, aten.reshape.default, tokens, [math.prod(shape_of(part)[:n]) // count, *dims])
         rows = emit(value, aten.index.Tensor, flat, [routes.sent])
-        arrived = self._exchanged(value, rows, routes.arriving, routes.leaving, routes.coming)
+        arrived = self._exchanged(value, routes, rows, routes.arriving, routes.leaving, routes.coming)
         return emit(value, aten.index.Tensor, arrived, [routes.places])
 
     def _returned(self, mark: fx.Node, node: fx.Node, rows: fx.Node) -> None:
@@ -137,16 +138,17 @@ class OwnRows(Sorting):
         summed = node.target is ours.sum_rows.default
         routes, emit = self._routes(mark, self._shape[-1] if summed else 1), self._emit
         leaving = emit(mark, add_rows, rows, routes.places, routes.arriving)
-        found = self._exchanged(mark, leaving, routes.sent, routes.coming, routes.leaving)
+        found = self._exchanged(mark, routes, leaving, routes.sent, routes.coming, routes.leaving)
         tokens = self._zeros(routes.leaving, [math.prod(shape_of(mark)[: len(self._shape) - summed])])
         found = emit(mark, add_rows, found, routes.sent, tokens)
         mark.replace_all_uses_with(emit(mark, aten.view.default, found, list(shape_of(mark))))
 
-    def _exchanged(self, mark: fx.Node, *operands: fx.Node) -> fx.Node:
+    def _exchanged(self, mark: fx.Node, routes: _Routes, *operands: fx.Node) -> fx.Node:
         started = self._emit(mark, exchange_rows, *operands, mark.args[-1])
         waited = self._emit(mark, torch.ops._c10d_functional.wait_tensor.default, started)
         for made in (started, waited):
             made.meta = {**mark.meta, **made.meta}
+        started.meta["choice"] = routes.choice
         return waited
 
     def _routes(self, mark: fx.Node, count: int) -> _Routes:
@@ -156,7 +158,8 @@ class OwnRows(Sorting):
         if key not in self.routes:
             experts, ranks = list(nested_sizes(self.experts, tuple(ways))), math.prod(parts)
             read = self._ids, self._order, dims, sizes, parts, index, experts, count
-            wanted = Choice(count, self.experts).ranks(ranks)
+            choice = self._routing.choice(count, self.experts)
+            wanted = choice.ranks(ranks)
             tokens = self._length // count
             lengths = {dim: length for dim, (_, length) in own_spans(dims, sizes, parts, index).items()}
             own = math.prod(lengths.get(d, n) for d, n in enumerate(self._shape)) // count
@@ -169,7 +172,7 @@ class OwnRows(Sorting):
                 listed = lambda order, ends, length: self._listed(mark, order, ends, 0, math.ceil(length))
                 sent = listed(leave, leaving, own * wanted)
                 arriving = listed(places, coming, min(shape_of(places)[0], tokens * wanted / ranks))
-                self.routes[key] = _Routes(sent, leaving, places, arriving, coming)
+                self.routes[key] = _Routes(choice, sent, leaving, places, arriving, coming)
         return self.routes[key]
 
     def _listed(self, like: fx.Node, order: fx.Node, ends: fx.Node, first: int, length: int) -> fx.Node:
@@ -178,12 +181,15 @@ class OwnRows(Sorting):
         node.meta["counted"] = 0, next(self.numbers)
         return node
 
+    @property
+    def _routing(self) -> Routing:
+        return self._products[0].meta.get("routing", BALANCED)
+
     def _invert(self, like: fx.Node) -> None:
         """Rows of own experts are a part of the order; groups begin with it."""
         first, count = (int_at(self._products[0], i) for i in (-2, -1))
         emit = self._emit
-        routing = self._products[0].meta.get("routing", BALANCED)
-        length = routing.reckoned(self._length, self.experts, count)
+        length = self._routing.reckoned(self._length, self.experts, count)
         self._order = self._listed(like, self._order, self._ends, first, length)
         if first:
             begin = emit(like, aten.select.int, self._ends, 0, first - 1)

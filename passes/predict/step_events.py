@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cost_model.groups import group_ranks, group_shape
 from cost_model.timeline import Event
 from passes.compile.bind_device import written_into
 from passes.compile.fuse_eager import reduced_in_place
@@ -143,6 +144,8 @@ class StepEvents:
     def _collective(self, node: fx.Node, phase: str) -> int:
         axes = self.axes_of(str(node.args[-1]))
         kind, nbytes = collective_kind(node), collective_nbytes(node)
+        if choice := node.meta.get("choice"):  # as it travels, which a program's own exchange does not know
+            nbytes = choice.travelling(nbytes, group_ranks(group_shape(self.prices.mesh, axes)))
         seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
         serves = str(node.meta.get("serves", ""))
         self._issued_at[len(self.events)] = self._computed, self.prices.mesh.size(*axes)

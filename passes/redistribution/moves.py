@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cost_model.groups import group_ranks, group_shape
 from cost_model.mesh import MeshSpec
 from passes.ir.routing import Choice
 from passes.layout.layout import REDUCE_OPS, ROUTED, JoinedAxes, Layout, Unit, chained, in_units, orders
@@ -137,8 +138,7 @@ class Moves:
             (choice,) = {sums[axis] for axis in few}
             left = State(state.splits, tuple(p for p in state.partial if p[0] not in few))
             yield NextStep(ToSum, few, (), "sum", _with_partial(left, few, "sum"))
-            ways = self.mesh.size(*few)
-            share = choice.ranks(ways) / ways if choice else 1.0
+            share = choice.copies(self._ranks(few)) / self.mesh.size(*few) if choice else 1.0
             once = (((dim,), target) for dim, target in self.split_by(left, few))
             twice = (self._split_twice(left, few[:n], few[n:]) for n in range(1, len(few)))
             for dims, target in itertools.chain(once, *twice):
@@ -159,8 +159,12 @@ class Moves:
                 choice = Choice.of(op)
                 if choice and last - 1 in dims:  # that counts a token's rows
                     continue
-                share = choice.ranks(self.mesh.size(*run)) / choice.count if choice else 1.0
+                share = choice.copies(self._ranks(run)) / choice.count if choice else 1.0
                 yield NextStep(SendRows, run, dims, "", _with_partial(gathered, run, op), share)
+
+    def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Of one group along the axes."""
+        return group_ranks(group_shape(self.mesh, axes))
 
     def _split_twice(
         self, state: State, first: tuple[str, ...], second: tuple[str, ...]

@@ -6,9 +6,11 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import fx
 
 from cost_model.compute import ComputePrices
@@ -27,8 +29,8 @@ from passes.ir.op_work import (
     kernel_key,
     local_key,
     operand_orders,
+    routed_products,
 )
-from passes.ir.routing import BALANCED
 from passes.layout.layout import ROUTED, FactorSplit, JoinedAxes, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import Exchange, OpRule
@@ -92,6 +94,8 @@ def strategy_seconds(
         * node_value(operands[i]).element_size()
         * _rows_share(layout, node, mesh)
     )
+    grouped = node.target in routed_products()
+    made = lambda strategy, i: strategy.results[i].max_local_shape(node_value(node, i).shape, mesh)
     written = lambda layout, i: local_nbytes(layout, node, i, mesh)
 
     def seconds(strategy: NodeLayouts) -> float:
@@ -103,7 +107,8 @@ def strategy_seconds(
         local_shape = lambda i: once(shape_of, held[i], i)
         kind = arithmetic_kind(node, local_shape)
         key = None if form is None or len(calls) > 1 else kernel_key(node, form, local_shape)
-        moved = (nbytes + stored) / len(calls), dtype, kind, stored / len(calls), flow.writes
+        groups = product_groups(node, local_shape, partial(made, strategy)) if grouped else 1
+        moved = (nbytes + stored) / len(calls), dtype, kind, stored / len(calls), flow.writes, groups
         return sum([priced((flops * share, *moved), key) for share in calls])
 
     def priced(work: tuple[Any, ...], key: KernelKey | None) -> float:
@@ -150,14 +155,28 @@ def local_work(node: fx.Node, flow: OpTraffic) -> KernelWork:
         sum(value.numel() * value.element_size() for value in values)
         for values in (read, kept if flow.writes else ())
     )
-    kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
-    return KernelWork(flops, loaded + stored, _rate_name(node), kind, stored, flow.writes)
+    local_shape = lambda i: node_value(tensor_operands(node)[i]).shape
+    kind = arithmetic_kind(node, local_shape)
+    grouped = node.target in routed_products()
+    groups = product_groups(node, local_shape, lambda i: node_value(node, i).shape) if grouped else 1
+    return KernelWork(flops, loaded + stored, _rate_name(node), kind, stored, flow.writes, groups)
+
+
+def product_groups(
+    node: fx.Node, operand: Callable[[int], Sequence[int]], result: Callable[[int], Sequence[int]]
+) -> int:
+    """Of experts' products, with how many matrices a rank multiplies, or how many it makes. operand, result: position
+    of one -> its shape as the rank has it."""
+    ours = torch.ops.autoshard
+    of_rank = node.target is ours.grouped_mm.default
+    makes = node_value(node).ndim == 3 if of_rank else node.target is ours.routed_outer.default
+    return max(1, result(0)[0] if makes else operand(1)[0])
 
 
 def _share(split: FactorSplit, node: fx.Node, rule: OpRule, mesh: MeshSpec) -> Sequence[float]:
     """Of the op's operations, those of the largest shard of the factor, of each call that it takes; of experts, of the
     rank with the most rows."""
-    if split.factor in rule.by_expert and node.meta["rows"].routing is not BALANCED:
+    if split.factor in rule.by_expert and node.meta["rows"].routing.numbers:
         return (_fullest(node, [mesh.size(axis) for axis in split.axes]),)
     way = rule.splitting([split.factor])
     length = way.sizes[split.factor]

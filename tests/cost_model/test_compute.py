@@ -168,3 +168,16 @@ def test_products_of_8_bits() -> None:
             cpu.matmul_seconds(flops, "float32") / 0.7
         )
     assert h100.arithmetic_seconds(None, 1e9, "float8") == h100.arithmetic_seconds(None, 1e9, "float32")
+
+
+@pytest.mark.parametrize(("inner", "columns", "measured"), [(5120, 8192, 1.31e-3), (8192, 5120, 1.26e-3)])
+def test_products_of_experts_are_each_as_fast_as_one_of_its_size(
+    inner: int, columns: int, measured: float
+) -> None:
+    """8,192 rows of 16 experts in bfloat16, as an H100 took them. [pytorch/ao pull request 2490]"""
+    prices = ComputePrices(Profile.named("h100"))
+    flops, stored = 2.0 * 8192 * inner * columns, 2.0 * 8192 * columns
+    loaded = 2.0 * (8192 + 16 * columns) * inner
+    seconds = prices.kernel_seconds(flops, loaded + stored, "bfloat16", "matmul", stored, 16)
+    assert seconds == pytest.approx(measured, rel=0.07)
+    assert seconds > 1.1 * prices.kernel_seconds(flops, loaded + stored, "bfloat16", "matmul", stored)

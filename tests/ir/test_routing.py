@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, ShardingError, find_plan
-from passes.ir.routing import BALANCED, Routing, checked_routing
+from passes.ir.routing import BALANCED, Choice, Routing, checked_routing
 from tests.profiles import slow_compute
 from tests.runtime.test_experts import EXPERTS, WIDTH, Experts
 
@@ -35,6 +36,30 @@ def test_of_all_rows_those_of_the_fullest_rank() -> None:
 def test_what_is_no_routing_is_refused(wrong: Any) -> None:
     with pytest.raises(ShardingError, match=r"routing is (.|\n)*try: 1.5, for half as many rows again"):
         checked_routing(wrong)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ways"), [((1, 1), 4), ((1, 4), 2), ((1, 4), 8), ((2, 4), 2), ((2, 4), 8), ((3, 4), 4)]
+)
+def test_ranks_that_a_token_reaches(groups: tuple[int, int], ways: int) -> None:
+    """The mean over all ways to have 2 of 8 experts, within so many of so many groups of neighbours."""
+    chosen, count = groups
+    size, reached = 8 // count, list[int]()
+    for picked in itertools.combinations(range(count), chosen):
+        may_have = [group * size + one for group in picked for one in range(size)]
+        reached += [len({e * ways // 8 for e in pair}) for pair in itertools.combinations(may_have, 2)]
+    choice = Choice(2, 8, groups)
+    assert choice.ranks(ways) == pytest.approx(sum(reached) / len(reached))
+    assert Choice.of(f"sum{choice}") == choice
+
+
+def test_a_token_travels_once_to_a_rank_a_host_or_an_expert() -> None:
+    """To ranks 0 and 1 of one host and 2 and 3 of another; within a host, to its ranks."""
+    for once, copies in ((1, Choice(2, 8).ranks(4)), (2, Choice(2, 8).ranks(2)), (0, 2.0)):
+        choice = Routing(once=once).choice(2, 8)
+        assert Choice.of(f"routed{choice}") == choice
+        assert choice.copies(range(4)) == pytest.approx(copies)
+    assert Choice(2, 8, once=4).copies(range(4)) == Choice(2, 8).ranks(4)
 
 
 def planned(routing: Any, model: Any = None) -> Plan:

@@ -39,6 +39,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.memory import format_seconds
 from passes.capture import Captured
 from passes.ir.op_traits import is_piece
+from passes.ir.routing import Routing
 from passes.stages.stage_graphs import stage_graphs
 from tests.conftest import Command
 from tests.profiles import slow_compute, waited_for
@@ -209,6 +210,20 @@ def test_experts_are_divided_and_other_weights_as_they_are() -> None:
         assert plan.parameters["up"] == plan.parameters["down"] == (Shard(0),)
         assert plan.parameters["router.weight"] == (others,)
         assert not [one for one in plan.collectives if one.nbytes >= 2 * 4 * 32 * 16]
+
+
+@pytest.mark.parametrize(("once", "copies"), [(1, 2.0), (2, 5 / 3), (0, 2.0)])
+def test_tokens_are_priced_as_they_travel(once: int, copies: float) -> None:
+    """16 tokens of 32 bytes of each of 4 ranks: to both experts' ranks, or once to each of 2 hosts, of which a token
+    wants one in 2 of 6 cases. The search and the program's timeline price alike."""
+    with torch.device("meta"):
+        call = Mixture().bfloat16(), (torch.zeros(8, 8, 16, dtype=torch.bfloat16),), {}
+    one = Configuration("Megatron-LM", 1, 1, 4, experts=4, accumulation=1, routing=Routing(once=once))
+    plan = planned(one, WAITING, call)
+    assert isinstance(plan, Plan)
+    sent = {move.nbytes for move in plan.collectives if move.name == "send_rows"}
+    moved = {one.nbytes for part in plan.ran for one in part.moved if one.kind == "all_to_all"}
+    assert max(sent) == pytest.approx(16 * 32 * copies, abs=1) == max(moved)
 
 
 def test_flops_of_a_step_are_three_times_those_of_the_forward() -> None:

@@ -208,6 +208,34 @@ def test_stages_of_each_pipeline_rank(words: str, layers: int, stages: int | Non
     assert found.stages_a_rank(layers) == stages
 
 
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ("--recompute-granularity selective", "none"),
+        ("--recompute-activations", "none"),
+        ("--recompute-granularity selective --recompute-modules core_attn", "none"),
+        (
+            "--recompute-granularity selective --recompute-modules moe_act core_attn layernorm",
+            "layernorm moe_act",
+        ),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full"),
+    ],
+)
+def test_what_megatron_computes_again(words: str, again: str) -> None:
+    found = megatron(f"{MEGATRON} {words}", 16)
+    assert found.recompute == again and again in found.recomputes
+    back = megatron(
+        f"{MEGATRON} {found.words['recompute'](again)}".replace("no --recompute-granularity", ""), 16
+    )
+    assert back.recompute == again
+
+
+@pytest.mark.parametrize(("words", "once"), [("", 1), ("allgather", 1), ("alltoall", 0), ("flex", 8)])
+def test_how_megatron_sends_tokens(words: str, once: int) -> None:
+    found = megatron(f"{MEGATRON} --moe-token-dispatcher-type {words}" if words else MEGATRON, 16)
+    assert found.routing.once == once
+
+
 def test_torchtitan_says_layers_of_a_stage(tmp_path: Path) -> None:
     """32 layers, 5 a stage, are 7 stages, the last of 2: none for each of 4 ranks."""
     new = (

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from benchmarks.board import PAGE, Entry, board_page, configured, kept, known_runs, off
+from benchmarks.board import FAR, PAGE, Entry, board_page, configured, kept, known_runs, off
 from benchmarks.published_parallel import ROWS, parallel_rows
 from cost_model.errors import InfeasibleError
 
@@ -31,8 +31,16 @@ def test_published_figures_are_those_of_the_rows() -> None:
 def test_the_median_stays_and_the_worst() -> None:
     """The goal is 6 and 20 %: the worst, a run whose host seems slower than its GPUs, is missed, and gets no worse."""
     found = off(kept().values())
-    assert len(found) >= 76 and statistics.median(found) <= 0.06 and max(found) <= 0.94
-    assert statistics.quantiles(found, n=20)[-1] <= 0.4
+    assert len(found) >= 78 and statistics.median(found) <= 0.05 and max(found) <= 0.69
+    assert statistics.quantiles(found, n=20)[-1] <= 0.3
+
+
+def test_what_is_far_off_has_a_note() -> None:
+    far = [one for one in kept().values() if abs(one.error or 0.0) > FAR]
+    assert far and all(one.note for one in far)
+    page = board_page([replace(one, note="why") for one in far])
+    assert page.count("**: why.\n") == len(far)
+    assert "**: why." not in board_page([replace(one, published=one.predicted, note="why") for one in far])
 
 
 @pytest.mark.parametrize("run", ["760m, 2,048, 32 x H100"])

@@ -27,6 +27,8 @@ def test_a_file_is_what_ran(file: str) -> None:
     assert (found.axes, found.recompute) == (row.axes, row.recompute)
     assert found.pieces(row.batch) == row.pieces(row.batch)
     assert found.batch in (row.batch, 0) and found.sequence in (row.sequence, 0)
+    if row.experts > 1:
+        assert found.routing.once == row.routing.once
     if found.pieces(row.batch) > 1:  # else weights are gathered once, whichever it says
         assert found.each_piece == row.each_piece
 

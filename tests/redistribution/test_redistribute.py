@@ -12,7 +12,6 @@ import pytest
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.routing import Choice, copies_of, sum_of
 from passes.layout.layout import Halo, Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.moves import as_layout
@@ -23,11 +22,8 @@ from passes.redistribution.steps import (
     AllToAll,
     ReduceScatter,
     Reshard,
-    ReturnRows,
-    SendRows,
     Slice,
     ToPartial,
-    ToRouted,
 )
 from passes.redistribution.universe import UniverseKey, build_universe
 from tests.redistribution.layouts import creatable, link_prices, random_layout
@@ -344,27 +340,6 @@ def test_a_way_that_was_priced_can_be_gone() -> None:
     assert [step.after for step in found.steps] == [rows, batch]
 
 
-def test_rows_travel_to_the_ranks_of_their_experts_and_back() -> None:
-    """A rank sends what it has, 16 of 64 bytes; a sum of two summands, of four experts on as many ranks, comes back as
-    2/4 of 64."""
-    routed, few = (Layout(((), ()), (("a", op),)) for op in ("routed", sum_of(Choice(2, 4))))
-    assert steps(plan(ROWS, routed, (8, 8))) == [(SendRows, ("a",), 16, 17.0)]
-    assert steps(plan(few, ROWS, (8, 8))) == [(ReturnRows, ("a",), 32, 33.0)]
-    assert steps(plan(few, R2, (8, 8)))[-1][0] is AllGather
-    # The last dim is that of a row: nothing of it is a row's place.
-    assert [kind for kind, *_ in steps(plan(COLUMNS, routed, (8, 8)))] == [AllToAll, SendRows]
-    assert [kind for kind, *_ in steps(plan(few, COLUMNS, (8, 8)))] == [ReturnRows, AllToAll]
-
-
-def test_rows_travel_from_the_parts_of_two_dims() -> None:
-    """Tokens split in batch and sequence, 8 of 64 bytes each; of sums of two of eight experts on 8 ranks 2/8 of 64."""
-    pending = lambda op: Layout(((), (), ()), (("a", op), ("b", op)))
-    for tokens in (Layout((("a",), ("b",), ())), Layout((("b",), ("a",), ()))):
-        assert steps(plan(tokens, pending("routed"), (8, 4, 2), TWO_AXES)) == [(SendRows, ("a", "b"), 8, 9.0)]
-        found = steps(plan(pending(sum_of(Choice(2, 8))), tokens, (8, 4, 2), TWO_AXES))
-        assert found == [(ReturnRows, ("a", "b"), 16, 17.0)]
-
-
 def test_two_dims_in_one_collective() -> None:
     """8 x 8 bytes in 4 x 2 parts: one gather of 64, where one after the other takes 32 or 16 besides; sums likewise."""
     both, total = Layout((("a",), ("b",))), Layout(((), ()), (("a", "sum"), ("b", "sum")))
@@ -372,28 +347,3 @@ def test_two_dims_in_one_collective() -> None:
     assert steps(plan(total, both, (8, 8), TWO_AXES)) == [(ReduceScatter, ("a", "b"), 64, 65.0)]
     turned = Layout((("b",), ("a",)))
     assert steps(plan(total, turned, (8, 8), TWO_AXES)) == [(ReduceScatter, ("b", "a"), 64, 65.0)]
-
-
-def test_a_token_travels_once_to_each_rank() -> None:
-    """Of 400 experts a rank has 100. It has neither of a token's two with probability 300 * 299 / (400 * 399), so that
-    1.752 of 4 ranks have one or both. Tokens of two rows, 8 bytes each; a rank has 16 of 64."""
-    alike, few = (Layout(((),) * n, (("a", op),)) for n, op in ((3, copies_of(PAIR)), (2, sum_of(PAIR))))
-    tokens = Layout((("a",), (), ()))
-    assert steps(plan(tokens, alike, (8, 2, 4))) == [(SendRows, ("a",), 14, 15.0)]  # 16 * 1.752 / 2
-    assert steps(plan(few, ROWS, (8, 8))) == [(ReturnRows, ("a",), 28, 29.0)]  # 64 * 1.752 / 4
-    # Of the two rows of a token nothing may be sent: they are one.
-    assert [kind for kind, *_ in steps(plan(Layout(((), ("a",), ())), alike, (8, 2, 4)))] == [
-        AllToAll,
-        SendRows,
-    ]
-
-
-PAIR = Choice(2, 400)
-
-
-def test_ranks_share_experts_over_all_axes_at_once() -> None:
-    """Rows of the parts over one axis are not there for the parts over two."""
-    one, both = (Layout(((), ()), tuple((axis, "routed") for axis in axes)) for axes in ("a", "ab"))
-    assert steps(plan(R2, both, (8, 8), TWO_AXES)) == [(ToRouted, ("a", "b"), 0, 0.0)]
-    with pytest.raises(ShardingError, match="no redistribution"):
-        plan(one, both, (8, 8), TWO_AXES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoshard.plan.plan_file import json_data
+from autoshard.plan.plan_content import json_data
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Halo, Layout, Span
 from passes.redistribution.lower_redistribute import collective_nodes
