@@ -16,13 +16,13 @@ from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.search.search_terms import Narrowing
-from passes.search.state_columns import Held
+from passes.search.state_columns import ROUGH, Held
 from passes.states.compute_again import compute_again
 
 _ROUNDS = 8
 """How often states are chosen, at most."""
-_ROUGH = 0.1
-"""Relative gap at which the first are good enough: what they hold and take is not known yet."""
+_LESS = 0.02
+"""Share of the limit by which the room is less, at least, where a program does not fit that is counted as one is."""
 _PATIENCE = 2
 """How many programs in a row may be no faster, once one fits."""
 _WORTH = 0.01
@@ -65,7 +65,8 @@ class Correcting:
     programs: of a plan, the ways in which it was lowered. needs: bytes of a plan, with what it needs besides. reserve:
     of `StatesWithin`. whole: the fastest plan. room: for the first states. faster: than this a plan has to be, in
     seconds. anyway: of `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states
-    at first. judged: states of which there is a program. tight: as it is counted now, nothing fitted. cut_short: the
+    at first. judged: states of which there is a program. tight: as it is counted now, nothing fitted. plain: nothing
+    fitted that is counted as the first program is, so what programs hold besides is left out. cut_short: the
     last states were found when their time was over. bound: no states that are as they are counted now take less."""
 
     joint: JointGraph
@@ -84,6 +85,7 @@ class Correcting:
     refused: InfeasibleError | None = None
     judged: list[States] = field(default_factory=list)
     tight: bool = False
+    plain: bool = False
     cut_short: bool = False
     bound: float = 0.0
 
@@ -112,10 +114,19 @@ class Correcting:
         # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
         if room <= 0 or self.joint.in_flight > 1:
             room = self.limit - self.reserve(None)
-        patience, less = _PATIENCE, 0
+        patience, less, over = _PATIENCE, 0, 0
         for number in range(_ROUNDS):
             before = self._seconds
-            found = self._round(room - less, ENOUGH if number else _ROUGH)
+            try:
+                rough = number == 0 or (self.plain and self.best is None)
+                found = self._round(room - less, ROUGH if rough else ENOUGH)
+            except NoStates:
+                if not self._is_first_corrected:
+                    raise
+                # What one program holds besides, others may not: the room is less by what was over it.
+                self.plain, less = True, max(over, 0) + int(_LESS * self.limit)
+                self.offered.forget_held()
+                continue
             if self._seconds < math.inf:
                 patience = _PATIENCE if self._seconds < before * (1.0 - _WORTH) else patience - 1
             again = found is None and self.best is None and less > 0 and self.bound < self.faster
@@ -124,11 +135,14 @@ class Correcting:
             # Counted as a program is, these fitted, and their own program does not.
             over = 0 if found is None else self.needs(found) - self.limit
             if number > 0 and (over > 0 or self.best is None):
-                # Share of the limit by which the room is less, at least, where a program does not
-                # fit that is counted as one is.
-                less += max(over, int(0.02 * self.limit))
+                less += max(over, int(_LESS * self.limit))
             if found is not None:
                 room = self.limit - self.reserve(found)
+
+    @property
+    def _is_first_corrected(self) -> bool:
+        """Whether states are counted for the first time as a program is that does not fit."""
+        return bool(self.judged) and self.best is None and not self.plain
 
     @property
     def _seconds(self) -> float:
@@ -151,7 +165,8 @@ class Correcting:
         if found is not None:
             self._take(found)
             program = self._closest(found, states)
-            self.offered.correct(states, program.phases, program.held)
+            plain = self.plain and self.best is None
+            self.offered.correct(states, program.phases, () if plain else program.held)
         return found
 
     def _states(self, offered: OfferedStates, room: int, furthest: float, gap: float) -> States:
@@ -162,14 +177,18 @@ class Correcting:
             # Share of the time left in which states must be chosen, each time.
             latest = self.deadline.share(0.5)
             try:
-                states = offered.find(room=room, limit=limit, deadline=latest, gap=gap, known=self.faster)
+                first = offered is self.offered and self._is_first_corrected
+                states = offered.find(
+                    room=room, limit=limit, deadline=latest, gap=gap, known=self.faster, further=not first
+                )
                 self.cut_short = latest.left <= 0.0
                 return states
             except NoStates as refused:
                 if not self.judged:
                     self.refused = self.refused or refused
                 larger = max(int(refused.least * (1.0 + 1e-3)), int(room * 1.05) if self.tight else 0)
-                if not room < larger <= furthest:
+                counted = bool(self.judged) and self.best is None and offered is self.offered
+                if counted or not room < larger <= furthest:
                     raise
                 room, self.tight = larger, True
 
@@ -183,10 +202,12 @@ class Correcting:
 
     def _closest(self, found: Found, states: States) -> Program:
         """By which states are counted next: the one that would be the fastest if what it is over the limit were made
-        room for; where nothing fits, the one that is over it least."""
-        if self.tight:
+        room for; where nothing fits, or all are far over it, the one that is over it least."""
+        # Share of the limit over which a byte is worth what it is at the limit.
+        near = [one for one in self.programs(found) if one.over <= 0.1 * self.limit]
+        if self.tight or not near:
             return min(self.programs(found), key=lambda one: one.over)
-        return min(self.programs(found), key=lambda one: one.price(states.worth))
+        return min(near, key=lambda one: one.price(states.worth))
 
     def _judged(self, states: States) -> Found | None:
         """Its fastest program, that fits if one does; None where there was no time for it, and there is a better one
@@ -204,7 +225,7 @@ class Correcting:
         """Of the least room that has states, looked for anew: what an error of a smaller limit says would fit does
         fit."""
         with suppress(InfeasibleError):
-            found = self._judged(self._states(self.way.offer(self.whole), 0, math.inf, _ROUGH))
+            found = self._judged(self._states(self.way.offer(self.whole), 0, math.inf, ROUGH))
             assert found is not None
             self._take(found)
             if self.best is None and not self.cut_short:

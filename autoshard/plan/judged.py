@@ -101,16 +101,18 @@ def judged_within(
     """
     steps = StepInOrders(joint)
     one = judged(joint, assignment, prices, steps.predicted)
-    tried, held, before = [one], one.peak.of("moved"), None
-    # Shares of what transfers hold that are tried at most, after what makes room for just what is over the limit.
-    for share in (1.0, 0.5, 0.5, 0.5, 0.0):
-        moved, missing = one.peak.of("moved"), over(one)
-        # Share of the peak that transfers must hold for fewer at once to be tried.
-        if missing <= 0 or moved < 0.01 * one.peak.nbytes or held == 0 or one.peak == before:
-            break
-        held, before = int(held * max(0.0, min(share, 1.0 - missing / moved))), one.peak
-        one = judged(joint, assignment, prices.holding(held), steps.predicted)
-        tried.append(one)
+    tried, moved, missing = [one], one.peak.of("moved"), over(one)
+    # Share of the peak that transfers must hold for fewer at once to be tried.
+    if missing > 0 and moved >= 0.01 * one.peak.nbytes:
+        # What makes room for just what is over the limit, unless that is far; if it does not, whether
+        # none at once do; if they do, shares between.
+        most, far = max(0, moved - missing), missing > 0.25 * (one.peak.nbytes - missing)
+        shares = [0, most // 2, most // 4] if far else [most, 0, most // 2, most // 4]
+        for held in dict.fromkeys(shares):
+            one = judged(joint, assignment, prices.holding(held), steps.predicted)
+            tried.append(one)
+            if (over(one) > 0) == (held == 0) or one.peak == tried[-2].peak:
+                break
     fitting = [one for one in tried if over(one) <= 0]
     best = min(fitting, key=lambda one: one.seconds) if fitting else min(tried, key=over)
     return replace(best, tried=tuple(tried))

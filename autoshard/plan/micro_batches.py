@@ -132,9 +132,9 @@ def fitting(
     if memory_limit is None or joint.head_pieces > 1 or not trains(joint) or not may_have_head(joint):
         return planned(captured, deadline)
     # Share of the time in which the model as it is must be found to fit, where its head can be cut.
-    half = deadline.share(0.5)
+    first = deadline.share(0.75)
     try:
-        return planned(captured, half)
+        return planned(captured, first)
     except Uncut:
         raise
     except InfeasibleError as error:
@@ -144,7 +144,7 @@ def fitting(
     # Only now, since it takes a search to say whether the head can be cut.
     cuts = _cuts(captured)
     fewest = next(cuts, None)
-    if fewest is None and half.left <= 0.0:
+    if fewest is None and first.left <= 0.0:
         return planned(captured, deadline)
     for cut in itertools.chain([fewest] if fewest else [], cuts):
         if deadline.left <= 0.0 and cut is not fewest:

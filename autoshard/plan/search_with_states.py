@@ -152,7 +152,9 @@ class StatesWithin:
         starts = [(self.ways[0], whole)]
         if self.messages(whole) > _WORTH * limit:
             if is_far(self.over(whole, limit), limit):
-                return [(self.ways[1], whole), *starts]
+                both = [*starts, (self.ways[1], whole)]
+                # Share of the limit from which on exchanges take too much for states to begin with them.
+                return both if self.messages(whole) < 0.25 * limit else both[::-1]
             with suppress(InfeasibleError, OutOfTime):
                 other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))
                 starts.append((self.ways[1], other))

@@ -209,7 +209,10 @@ def search_plans(
             def search() -> Found:
                 given = joint, prices, task.boundary, memory_limit, reserve, narrowing
                 hear = lambda one: best.hear(one, of_all=chosen is None and number == 0)
-                found = find_fastest(Sought(*given, judge, start.ending_at(task.gap), hear), latest)
+                begin = start.ending_at(task.gap)
+                if as_if and wholes is None and task.memory_limit is not None:
+                    begin = replace(begin, room=2 * task.memory_limit)  # `is_far`
+                found = find_fastest(Sought(*given, judge, begin, hear), latest)
                 return replace(best.with_peak(found), rivals=tuple(map(best.with_peak, found.rivals)))
 
             if not as_if:
@@ -222,7 +225,10 @@ def search_plans(
         def offer(whole: Found) -> OfferedStates:
             given = task.joint, prices.joining(whole.joined), task.boundary
             narrowing, pinned, overlaps = task.narrowing, _pinned(task), whole.overlaps
-            return OfferedStates.of(*given, narrowing=narrowing, pinned=pinned, overlaps=overlaps)
+            limit = math.inf if task.memory_limit is None else task.memory_limit
+            return OfferedStates.of(
+                *given, narrowing=narrowing, pinned=pinned, overlaps=overlaps, limit=limit
+            )
 
         return Way(fastest, offer)
 

@@ -73,6 +73,10 @@ class Agreed:
     rivals: tuple[Agreed, ...] = ()
 
 
+_START = 0.02
+"""Relative gap at which a plan is where others start (`SearchStart.room`)."""
+
+
 def _rival(judged: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float) -> Agreed:
     """With a bound that another plan was found under."""
     seconds = judged.counted(overlaps)
@@ -147,7 +151,7 @@ class _Search:
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
         known, gap = self.start.choice(self.space), _inner(self.gap)
-        self._take(self.rivals.solve(overlaps, known, gap, self._so_far if self.watched else lambda _: None))
+        self._take(self.rivals.solve(overlaps, known, gap, self._is_enough))
         self.best = self.judging.of(self.solution.choice)
         apart = not self._stopped() and self._apart()
         if apart and (self.small or self.best.difference(overlaps) > AGREES):
@@ -166,9 +170,12 @@ class _Search:
         self.solution = solution
         self.counted[tuple(replace(o, extra=0.0) for o in self.overlaps)] = solution.lower_bound
 
-    def _so_far(self, solution: Solution) -> None:
-        self._take(solution)
-        self.judging.program(solution.choice)
+    def _is_enough(self, solution: Solution) -> bool:
+        """Whether what is known is near enough to the fastest for where others start."""
+        if self.watched:
+            self._take(solution)
+            self.judging.program(solution.choice)
+        return solution.gap <= _START and self.space.problem.peak(solution.choice)[0] > self.start.room
 
     def _stopped(self) -> bool:
         """By who judges or hears, and not by time: then the best so far is enough."""

@@ -71,13 +71,14 @@ class OfferedStates:
     """The states of one graph, offered level by level (`_coarser`). A level is built once, for all rooms.
 
     overlaps: of forward and backward, under which seconds are counted first. starts: seconds of each phase that a
-    reduction takes to start. besides: bytes that rows are given, by name."""
+    reduction takes to start. besides: bytes that rows are given, by name. limit: of `build_offered`."""
 
     prices: Prices
     boundary: Boundary
     narrowing: Narrowing
     levels: Iterator[Offers]
     overlaps: Sequence[PhaseOverlap]
+    limit: float = math.inf
     starts: Sequence[float] = ()
     besides: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     _built: list[_Level] = field(default_factory=list)
@@ -92,6 +93,7 @@ class OfferedStates:
         narrowing: Narrowing = ALL,
         pinned: Collection[str] | None = None,
         overlaps: Sequence[PhaseOverlap] | None = None,
+        limit: float = math.inf,
     ) -> Self:
         """overlaps: of a good plan of `joint`, None where no timeline says. pinned: the ops that are computed again,
         and no others; None: any may be.
@@ -105,7 +107,7 @@ class OfferedStates:
         else:
             levels = (offered(usual, kept, prices.flow) for kept in _coarser(places(usual)))
         overlaps = overlaps or first_overlaps(prices.overlap_efficiency)
-        return cls(prices, boundary, narrowing, levels, overlaps)
+        return cls(prices, boundary, narrowing, levels, overlaps, limit)
 
     def correct(self, states: States, phases: Sequence[float], held: Held) -> None:
         """Count from here on as the program of `states` is, whose phases take so long and whose ops hold so much. What
@@ -117,6 +119,12 @@ class OfferedStates:
         for one in self._built:
             one.correct(overlaps, self.starts, self.besides)
 
+    def forget_held(self) -> None:
+        """Count bytes from here on as they were at first."""
+        self.besides = {}
+        for one in self._built:
+            one.correct(one.overlaps, self.starts, {})
+
     def find(
         self,
         *,
@@ -125,15 +133,17 @@ class OfferedStates:
         deadline: Deadline,
         gap: float = ENOUGH,
         known: float = math.inf,
+        further: bool = True,
     ) -> States:
         """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
 
         limit: what an error says instead: the memory limit of the program, and what of it every plan needs besides.
         gap: to the bound, at which they are good enough. known: seconds of a plan that has to be bettered, so that it
-        is enough to prove that there are none. Raises NoStates.
+        is enough to prove that there are none. further: levels that no room has asked for yet are looked at. Raises
+        NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
-        for number, level in enumerate(self._offered(deadline)):
+        for number, level in enumerate(self._offered(deadline) if further else self._built):
             reason = level.refused(room)
             if reason is None:
                 try:
@@ -151,7 +161,7 @@ class OfferedStates:
     def _offered(self, deadline: Deadline) -> Iterator[_Level]:
         yield from self._built
         for offers in self.levels:
-            space = build_offered(offers, self.prices, self.boundary, self.narrowing, deadline)
+            space = build_offered(offers, self.prices, self.boundary, self.narrowing, deadline, self.limit)
             level = _Level.of(offers, space, self.prices, self.overlaps)
             if self._built:
                 level.correct(self._built[0].overlaps, self.starts, self.besides)
@@ -162,7 +172,7 @@ class OfferedStates:
 @dataclass
 class _Level:
     """overlaps: under which `columns` count. raised: bytes by which the rows' limit is more than the room. reason: why
-    there is no plan within the largest room for which there was none."""
+    there is no plan within the largest room for which there was none. counted: bytes that rows are given."""
 
     offers: Offers
     space: SearchSpace
@@ -171,6 +181,7 @@ class _Level:
     overlaps: Sequence[PhaseOverlap]
     raised: float = 0.0
     reason: Infeasible | None = None
+    counted: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     @staticmethod
     def of(offers: Offers, space: SearchSpace, prices: Prices, overlaps: Sequence[PhaseOverlap]) -> _Level:
@@ -219,7 +230,9 @@ class _Level:
         if any(starts):
             problem = started_alone(problem, kinds, starts)
         self.columns = self.columns.corrected(problem, kinds)
-        self.overlaps, self.reason = overlaps, None
+        if besides != self.counted:
+            self.reason = None
+        self.overlaps, self.counted = overlaps, besides
 
     def refused(self, room: int) -> Infeasible | None:
         """Why there is nothing within `room`, if that is known: more is needed in any case."""

@@ -35,7 +35,7 @@ from passes.solver.solve import ROUNDING, mixed, no_room, restricted, solve
 
 
 @dataclass(frozen=True)
-class _Point:
+class Point:
     """shares: m, all phases' paths one behind the other. prices: v by memory row (position in `Problem.steps`); rows
     without one cost nothing."""
 
@@ -43,11 +43,11 @@ class _Point:
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
 
     @staticmethod
-    def first(paths: Sequence[Array]) -> _Point:
+    def first(paths: Sequence[Array]) -> Point:
         """All weight on the first path of each phase."""
-        return _Point(tuple(float(place == 0) for rows in paths for place in range(len(rows))))
+        return Point(tuple(float(place == 0) for rows in paths for place in range(len(rows))))
 
-    def towards(self, other: _Point, share: float) -> _Point:
+    def towards(self, other: Point, share: float) -> Point:
         """The point at `share` of the way to `other`."""
         shares = tuple(a + share * (b - a) for a, b in zip(self.shares, other.shares, strict=True))
         prices = {
@@ -55,7 +55,7 @@ class _Point:
             for row in sorted({*self.prices, *other.prices})
             for a in (self.prices.get(row, 0.0),)
         }
-        return _Point(shares, prices)
+        return Point(shares, prices)
 
     def weights(self, paths: Sequence[Array]) -> list[float]:
         """Per kind of `CostKinds`."""
@@ -83,7 +83,7 @@ Rows = tuple[int, ...]
 
 def highest_point(
     planes: Sequence[_Plane], phases: Sequence[int], rows: Sequence[Rows], cap: float
-) -> tuple[float, _Point] | None:
+) -> tuple[float, Point] | None:
     """max over shares m and v in [0, cap]^rows of the least plane, and where it is. phases: paths of each.
 
     None if HiGHS cannot tell: prices of memory that have risen far make planes steeper than its tolerances allow."""
@@ -114,10 +114,10 @@ def highest_point(
     for some, v in zip(rows, prices, strict=True):
         for row in some if v > 0 else ():
             named[row] = named.get(row, 0.0) + v * scale
-    return values[0] * scale, _Point(tuple(shares), named)
+    return values[0] * scale, Point(tuple(shares), named)
 
 
-def _peaks(over: Array) -> list[Rows]:
+def peaks(over: Array) -> list[Rows]:
     """Where most is held, if that is too much; and the peaks together that are over the limit by half as much."""
     if not over.size or over.max() <= 0.0:
         return []
@@ -173,7 +173,7 @@ def solve_overlapped(
     warm: tuple[int, ...] | None = None,
     relative_gap: float = 0.0,
     known: Iterable[tuple[int, ...]] = (),
-    hear: Callable[[Solution], object] = lambda _: None,
+    hear: Callable[[Solution], bool] = lambda _: False,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
@@ -181,7 +181,7 @@ def solve_overlapped(
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
     when it stops. known: what other searches found: where mixes of it are best is solved first. hear: told of the best
-    choice and its bound where they are not the last. Raises Infeasible.
+    choice and its bound where they are not the last; whether they are good enough. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
@@ -215,7 +215,7 @@ class CuttingPlanes:
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
-        self.bound_at = _Point.first(kinds.paths)
+        self.bound_at = Point.first(kinds.paths)
         self.found: list[tuple[int, ...]] = []
         self.known = 0
         self.planes: list[_Plane] = []
@@ -225,11 +225,11 @@ class CuttingPlanes:
         self.has_room = False
         self.worth: dict[int, float] = {}
 
-    def run(self, hear: Callable[[Solution], object] = lambda _: None) -> None:
+    def run(self, hear: Callable[[Solution], bool] = lambda _: False) -> None:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more. hear: told of what is
-        known after each but the last."""
+        known after each but the last; whether that is enough."""
         found = self._highest_point() if self.planes else None
-        point: _Point | None = self.bound_at if found is None else found[1]
+        point: Point | None = self.bound_at if found is None else found[1]
         if found is not None and self.mixes and len(self.planes) > 1:
             self.highest, point = self._of_mixes(found)
         weighs = self.kinds.hides() or not self.rows_inside
@@ -237,8 +237,9 @@ class CuttingPlanes:
             self._solve_at(point)
             if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
                 break
-            if self.choice:
-                hear(Solution(self.choice, self.cost, self.bound, self._gap(), "feasible"))
+            known = Solution(self.choice, self.cost, self.bound, self._gap(), "feasible")
+            if self.choice and hear(known):
+                break
             point = self._next()
             if point is None:
                 break
@@ -260,10 +261,10 @@ class CuttingPlanes:
     def _left(self) -> float:
         return max(self.deadline - time.monotonic(), 1.0)
 
-    def _weighted(self, point: _Point) -> Problem:
+    def _weighted(self, point: Point) -> Problem:
         return self.kinds.weighted(self.problem, point.weights(self.kinds.paths))
 
-    def _solve_at(self, point: _Point) -> None:
+    def _solve_at(self, point: Point) -> None:
         weighted = self._weighted(point)
         inner = weighted if self.rows_inside else charged(weighted, point.prices)
         found = self._solved(inner, self._inner_gap())
@@ -288,7 +289,7 @@ class CuttingPlanes:
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
         plane = _Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
-        if new := [some for some in dict.fromkeys(_peaks(over)) if some not in self.rows]:
+        if new := [some for some in dict.fromkeys(peaks(over)) if some not in self.rows]:
             self.rows += new
             # The largest price of memory at first, as a share of the cost; and by what it grows where
             # that is too small.
@@ -322,16 +323,12 @@ class CuttingPlanes:
             if mix is not None:
                 self.offer(mix)
 
-    def _next(self) -> _Point | None:
+    def _next(self) -> Point | None:
         """Where to solve next; None: nowhere, the bound cannot rise by enough."""
         found = self._highest_point()
         if found is not None and not self.choice and self._at_cap(found[1]) and len(self.planes) > 1:
             # The planes of choices that do not fit have no highest point: is there room at all?
-            if not self.has_room:
-                reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
-                if reason is not None:
-                    raise reason
-            self.has_room = True
+            self.refuse_if_none_fits()
             self.cap *= 8.0
             found = self._highest_point()
         if found is None:
@@ -347,7 +344,16 @@ class CuttingPlanes:
         self.highest = highest
         return self.bound_at.towards(point, self._step(unmoved))
 
-    def _of_mixes(self, found: tuple[float, _Point]) -> tuple[float, _Point]:
+    def refuse_if_none_fits(self) -> None:
+        """Raises Infeasible, of memory. Asked once."""
+        reason = (
+            None if self.has_room else no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
+        )
+        if reason is not None:
+            raise reason
+        self.has_room = True
+
+    def _of_mixes(self, found: tuple[float, Point]) -> tuple[float, Point]:
         """The highest point under the planes of all mixes of the choices so far: those that cut are added. A mix is
         found in little time, so fewer whole problems are solved."""
         choices = list(dict.fromkeys(self.found))
@@ -376,10 +382,10 @@ class CuttingPlanes:
             return 0.25
         return 0.9 if self.mixes else 0.5
 
-    def _highest_point(self) -> tuple[float, _Point] | None:
+    def _highest_point(self) -> tuple[float, Point] | None:
         return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
 
-    def _at_cap(self, point: _Point) -> bool:
+    def _at_cap(self, point: Point) -> bool:
         return any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
 
     def _with_rows(self) -> None:

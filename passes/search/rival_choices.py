@@ -59,7 +59,7 @@ class RivalChoices:
         overlaps: Sequence[PhaseOverlap],
         warm: Choice | None,
         gap: float,
-        hear: Callable[[Solution], object] = lambda _: None,
+        hear: Callable[[Solution], bool] = lambda _: False,
     ) -> Solution:
         """The fastest by the objective. hear: of `solve_overlapped`."""
         found = solve_overlapped(

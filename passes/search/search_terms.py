@@ -11,6 +11,7 @@ three axes and half as long again to price its edges, for the same plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -100,11 +101,13 @@ class SearchStart:
     """near: the layouts of a plan of the same graph, which may be good under these prices too; None: none is known.
     gap: share of the step by which the plan may be above the bound when the search ends by itself; None: as the task
     says, and where there is none, when nothing is left to try. together: all axes are used together, wherever the ends
-    of the graph allow it: a plan at once (`passes.search.coarse_to_fine`)."""
+    of the graph allow it: a plan at once (`passes.search.coarse_to_fine`). room: bytes; what holds more, as it is
+    counted, is only where others start."""
 
     near: Assignment | None = None
     gap: float | None = None
     together: bool = False
+    room: float = math.inf
 
     def ending_at(self, gap: float) -> SearchStart:
         """Where it does not say at which gap it ends: at this one."""

@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from passes.search.judged_choice import Choice
-from passes.search.overlapped import CuttingPlanes
+from passes.search.overlapped import CuttingPlanes, Point, peaks
 from passes.search.search_space import CostKinds
 from passes.search.step_kinds import EXPOSED
 from passes.solver.graph import Graph, Ties
@@ -65,7 +65,7 @@ def held_besides(
     """By name, where a program holds other than its choice is counted: how much more, and by how much more than that
     may be given. names: of the steps of `problem`, as the program calls them."""
     by_name = dict(_by_name(held, set(names)))
-    counted, peak = _counted(problem, choice, len(names)), max(nbytes for _, nbytes in held)
+    counted, peak = _counted(problem, choice, len(names)), max((nbytes for _, nbytes in held), default=0)
     return {
         name: (by_name[name] - counted[step], max(CLOSE * peak, SLACK * (peak - by_name[name])))
         for step, name in enumerate(names)
@@ -128,25 +128,29 @@ def _pieces(besides: Sequence[tuple[float, float] | None]) -> list[tuple[int, in
     return []
 
 
+ROUGH = 0.1
+"""Relative gap of a search that is to say what programs hold: of many layers only how they are alike is searched."""
 FIRST, ROUNDS = 12, 8
 """How often strategies are brought before a choice fits, and for a better one, at most."""
 WORTH, PATIENCE = 0.25, 2
-"""Of the gap that is asked for, what a round must close to have been worth it, and how many in a row may not be."""
+"""Of the gap that is asked for, what a round must close to have been worth it, and how many in a row may not be. Of a
+rough answer all of it, and none."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
-LARGE, MANY = 2_000_000, 0.5
+LARGE, MANY = 1_000_000, 0.5
 """Edge entries beyond which layers are taken alike first, and share of all nodes that may be of kinds of their own."""
 
 
 @dataclass
 class Columns:
     """problem: without a limit, which is of a search. seen: choices of all searches, which bring their strategies.
-    prices: that were good last, by row."""
+    prices: that were good last, by row. whole: layers were searched apart as well."""
 
     problem: Problem
     kinds: CostKinds
     seen: list[Choice] = field(default_factory=list[Choice])
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
+    whole: bool = False
 
     def corrected(self, problem: Problem, kinds: CostKinds) -> Columns:
         """With other rows, and other paths through a step. What is known of choices and prices is where to start."""
@@ -168,9 +172,9 @@ class Columns:
             search.run()
             self.prices = search.worth
         else:
-            search = _Generation(problem, self.kinds, self._ties, deadline, gap)
+            search = _Generation(problem, self.kinds, self._ties, self.whole, deadline, gap)
             search.generate(self.seen, self.prices, known)
-            self.prices = search.prices
+            self.prices, self.whole = search.prices, search.whole
         self.seen = list(dict.fromkeys([*search.found, search.choice]))
         return search.solution()
 
@@ -189,60 +193,82 @@ class Columns:
 
 class _Generation(CuttingPlanes):
     """ties: by which layers are alike; None: no longer, or never. What is proven while there are any is of layers that
-    are alike: enough, once the whole was searched. prices: of the last mix."""
+    are alike: enough, once the whole was searched, and where a rough answer is. prices: of the last mix that has
+    some."""
 
     def __init__(
-        self, problem: Problem, kinds: CostKinds, ties: Ties | None, deadline: float, relative_gap: float
+        self,
+        problem: Problem,
+        kinds: CostKinds,
+        ties: Ties | None,
+        whole: bool,
+        deadline: float,
+        relative_gap: float,
     ) -> None:
         super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
-        self.ties = ties
+        self.ties, self.whole = ties, whole
+        self.rough = ties is not None and relative_gap >= ROUGH
         self.prices: Mapping[int, float] = {}
 
     def generate(self, seen: Iterable[Choice], prices: Mapping[int, float], known: float) -> None:
         """seen, prices: of searches before. Raises Infeasible if no choice fits, or none was found."""
         for choice in seen:
             self.add(choice)
-        self.known = len(self.found)
-        self.prices = prices
+        self.known, self.prices = len(self.found), prices
         if prices:
             self._brings()
-        self._mix()
+        if not self.choice:
+            self._offer_mix(list(dict.fromkeys(self.found)), self._mix_seconds())
         self._until_one_fits()
         waited = 0
         for _ in range(ROUNDS):
-            before = self.cost - self.bound
+            before = self._open()
             # Share of the whole gap that a mix may leave: while strategies are brought, where prices
             # matter, and of the last.
             self._mixed(0.5)
             if self._ends(known) or not self._brings() or self._ends(known):
                 break
-            closed = before - (self.cost - self.bound)
-            waited = 0 if closed > WORTH * self.relative_gap * self.cost else waited + 1
-            if waited >= PATIENCE:
+            worth = (1.0 if self.rough else WORTH) * self.relative_gap * self.cost
+            waited = 0 if before - self._open() > worth else waited + 1
+            if waited >= (1 if self.rough else PATIENCE):
                 break
-        if self.ties is not None and not self._ends(known):
-            self.ties, self.bound = None, -math.inf
+        if self.ties is not None and not self.rough and not self._ends(known):
+            self.ties, self.bound, self.whole = None, -math.inf, True
             self._brings()
-        if not self._ends(known):
+        if not self.rough and not self._ends(known):
             self._mixed(0.2)
 
+    def _open(self) -> float:
+        """Seconds that are to be closed: of a rough answer, which proves nothing, all of them."""
+        return self.cost if self.rough else self.cost - self.bound
+
     def _ends(self, known: float) -> bool:
-        says_enough = self.ties is None or self.known > 0
+        says_enough = self.ties is None or self.whole or self.rough
         proven = says_enough and (self._gap() <= self.relative_gap or self.bound >= known)
         return proven or time.monotonic() >= self.deadline
 
     def _until_one_fits(self) -> None:
+        """First where planes are highest, which says what memory is worth; then for more and more."""
         point = self._next() if self.found and not self.choice else self.bound_at
-        for _ in range(FIRST):
-            late = time.monotonic() >= self.deadline
-            if self.choice or point is None or late:
+        for number in range(FIRST):
+            if self.choice or point is None or time.monotonic() >= self.deadline:
                 break
             self._solve_at(point)
-            point = self._next()
+            if number > 2 and not self.choice:
+                self.refuse_if_none_fits()
+            point = self._next() if number == 0 else self._raised(point)
         if not self.choice and time.monotonic() >= self.deadline:
             raise Infeasible("time")
         if not self.choice:
             raise several_rows(self.problem, Graph.of(self.problem, Tables()), self.deadline)
+
+    def _raised(self, point: Point) -> Point:
+        """Where a byte costs twice as much wherever the last choice holds too many, and at the least as much as half of
+        what it costs anywhere."""
+        least = 0.5 * max(point.prices.values(), default=self.cap)
+        over = {row for rows in peaks(self.planes[-1].over) for row in rows}
+        raised = {row: 2.0 * max(point.prices.get(row, 0.0), least) for row in sorted(over)}
+        return replace(point, prices={**point.prices, **raised})
 
     def _brings(self) -> bool:
         """Whether the whole problem, solved at the last prices and where planes are highest, brings a choice that was
@@ -261,14 +287,14 @@ class _Generation(CuttingPlanes):
         small = restricted(self._weighted(self.bound_at), dict(enumerate(keep)))
         gap = max(self.relative_gap / 2, share * min(self._gap(), 1.0))
         warm = [kept.index(a) for kept, a in zip(keep, self.choice, strict=True)]
-        found = solve(small, time_limit=self._left(), relative_gap=gap, warm=warm)
-        self.prices = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
+        seconds = self._mix_seconds() if self.rough else self._left()
+        found = solve(small, time_limit=seconds, relative_gap=gap, warm=warm)
+        if found.prices:
+            self.prices = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
         self.add(tuple(kept[a] for kept, a in zip(keep, found.choice, strict=True)))
 
     def _mix(self) -> None:
-        """Before one fits: of all that was brought."""
-        if not self.choice:
-            self._offer_mix(list(dict.fromkeys(self.found)), self._mix_seconds())
+        """With all rows, where one fits: `_mixed`."""
 
     def _solved(self, inner: Problem, gap: float) -> Solution:
         if self.ties is None:

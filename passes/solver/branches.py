@@ -19,7 +19,7 @@ from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve, propagate
 from .problem import Array, Index
-from .usage import Rows
+from .usage import Rows, over_ranges
 
 
 def descend(graph: Graph, choice: Mapping[int, int], passes: int = 50) -> dict[int, int]:
@@ -57,9 +57,7 @@ class Search:
         self.choice = dict(choice)
         self.over = np.append(rows.profile(choice) - rows.slack, -np.inf)  # the end is no row
         self.around: dict[int, Array] = {node: self._around(node) for node in rows.nodes}
-        self._ranges = {
-            node: np.stack([usage.first, usage.last], axis=1).ravel() for node, usage in rows.usages.items()
-        }
+        self._ranges = {node: usage.ranges() for node, usage in rows.usages.items()}
 
     def _around(self, node: int) -> Array:
         cost = self.graph.cost[node] + self.extra.get(node, 0.0)
@@ -110,7 +108,7 @@ class Search:
         if usage is None:
             best = int(np.argmin(around))
         else:
-            peak = np.maximum.reduceat(self.over, self._ranges[node])[::2]
+            peak = over_ranges(np.maximum, self.over, self._ranges[node])
             if around[now] <= around.min() and peak.max() <= 0:
                 return False
             extra = usage.used - usage.used[:, [now]]

@@ -180,10 +180,10 @@ class Graph:
         used = {node: usage for node in sorted(self.cost) if (usage := self.usage(node)) is not None}
         return Rows.of({node: len(self.cost[node]) for node in sorted(self.cost)}, used, self.slack)
 
-    def keep_use(self, node: int, rows: NDArray[np.bool_]) -> Usage | None:
-        """Forget what `node` uses elsewhere than at `rows`."""
+    def keep_use(self, node: int, before: Index) -> Usage | None:
+        """Forget what `node` uses elsewhere than at the rows of which so many are `before` each [T + 1]."""
         usage = self.usage(node)
-        kept = usage and usage.where(rows)
+        kept = usage and usage.where(before)
         if kept is None:
             self.use.pop(node, None)
         else:

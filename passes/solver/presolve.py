@@ -1,13 +1,13 @@
 """Exact reductions, repeated until none applies: what is left is the core.
 
-Cheap ones first: strategies that some edge makes impossible (arc consistency), nodes with one strategy, edges that
-are a sum of row and column costs, nodes with at most two neighbours (min-plus product). Then per node the expensive
-ones: merging neighbours that follow from it, and dominated strategies. A node whose usage in an active memory row
-depends on its strategy is never eliminated; merging and dropping strategies stay exact for it.
+Cheap ones first: strategies that some edge makes impossible (arc consistency), nodes with one strategy, edges that are
+sums of row and column costs, nodes with at most two neighbours (min-plus product). Then the expensive ones: merging
+neighbours that follow from a node, and dominated strategies. A node whose usage in a memory row depends on its strategy
+is never eliminated; merging and dropping stay exact.
 
-Dominated is a strategy if another one of the same node is at least as good whatever the rest do: a makes b needless if
-cost[a] - cost[b] + sum over edges of max_k (matrix[a, k] - matrix[b, k]) <= 0, and a uses no more than b in any memory
-row. (Goldstein's dead-end elimination.) Of equals the lowest index stays.
+A strategy is dominated if another is at least as good whatever the rest do: a makes b needless if cost[a] - cost[b] +
+sum over edges of max_k (matrix[a, k] - matrix[b, k]) <= 0, and a uses no more than b in any memory row (Goldstein). Of
+equals the lowest index stays.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 
 from .graph import DeadEnd, Graph
 from .problem import BLOCK, Array, Index
+from .usage import over_ranges
 
 
 def needed_strategies(graph: Graph, node: int) -> Index | None:
     """The strategies of `node` that are not dominated; None if all are needed."""
     cost = graph.cost[node]
     matrices = [graph.adjacent[node][other] for other in sorted(graph.adjacent[node])]
-    # Skip a matrix with more multiply-adds than this: the comparison would cost more than the search.
+    # With more multiply-adds than this the comparison would cost more than the search.
     if any(matrix.size * len(cost) > 400_000_000 for matrix in matrices):
         return None
     pairs = lambda: dominated_pairs(cost, matrices)
@@ -132,23 +133,21 @@ def _reduce(graph: Graph, nodes: list[int], until: float, latest: float) -> None
 
 
 def _drop_oversized(graph: Graph) -> list[int]:
-    """Drop strategies that do not fit even where all other nodes use their least; the nodes that changed.
-
-    Rows that no choice can overfill bind nothing: what is used there is forgotten.
-    """
+    """Drop strategies that do not fit even where all other nodes use their least; the nodes that changed. Rows that no
+    choice can overfill bind nothing: what is used there is forgotten."""
     if not graph.use:
         if (graph.slack < 0).any():
             raise DeadEnd(min(graph.cost, default=-1))
         return []
     changed: list[int] = []
-    binding = _most(graph) > graph.slack
+    binding = np.concatenate([[0], np.cumsum(_most(graph) > graph.slack)])
     room = np.append(graph.slack, np.inf)  # the end is no row
     for node in sorted(graph.use):
         usage = graph.usage(node)
         if usage is None or (usage := graph.keep_use(node, binding)) is None:
             changed += [node, *graph.adjacent[node]]
             continue
-        least = np.minimum.reduceat(room, np.stack([usage.first, usage.last], axis=1).ravel())[::2]
+        least = over_ranges(np.minimum, room, usage.ranges())
         fits = (usage.used <= least[:, None]).all(axis=0)
         if not fits.all():
             graph.restrict(node, np.flatnonzero(fits))

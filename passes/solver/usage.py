@@ -80,19 +80,22 @@ class Usage:
         place = int(np.searchsorted(self.first, row, side="right")) - 1
         return self.used[place] if place >= 0 and row < self.last[place] else None
 
-    def where(self, rows: NDArray[np.bool_]) -> Usage | None:
-        """Only the ranges that touch a row in `rows` [T]."""
-        count = np.concatenate([[0], np.cumsum(rows)])
-        return self._some(count[self.last] > count[self.first])
+    def where(self, before: Index) -> Usage | None:
+        """Only the ranges that touch some of the rows of which so many are `before` each [T + 1]."""
+        return self._some(before[self.last] > before[self.first])
+
+    def ranges(self) -> Index:
+        """[2 m]: of `over_ranges`."""
+        return np.stack([self.first, self.last], axis=1).ravel()
 
     def priced(self, before: Array) -> Array:
         """[S]: cost at prices per row; before [T + 1] are their sums over the rows before each."""
         return (before[self.last] - before[self.first]) @ self.used
 
-    def add_to(self, slope: Array, strategy: int) -> None:
-        """Add what `strategy` uses to a profile given by its differences [T + 1]."""
-        np.add.at(slope, self.first, self.used[:, strategy])
-        np.add.at(slope, self.last, -self.used[:, strategy])
+
+def over_ranges(reduced: np.ufunc, values: Array, ranges: Index) -> Array:
+    """[m]: `values` [T + 1] reduced over each range. What is behind the last is not looked at."""
+    return reduced.reduceat(values[: ranges[-1] + 1], ranges)[::2]
 
 
 def combine(parts: Sequence[Usage]) -> Usage:

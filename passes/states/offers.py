@@ -21,6 +21,7 @@ as is what only absent ops read (`passes.search.offered`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,9 +42,14 @@ Place = frozenset[fx.Node]
 """The values alive at one place of the forward."""
 
 
+_WIDER = 2.0
+"""How many times as many bytes may be alive at a place as at the wider one beside it."""
+
+
 def places(joint: JointGraph) -> tuple[Place, ...]:
     """In the order of the forward: between two products the place with the fewest bytes alive, where that is no
-    more than at the places before and behind it.
+    more than at the places before and behind it. Left out is what is much wider than both of those that are left beside
+    it: a low-rank product amid an attention, routed tokens amid a block.
 
     Values count that depend on a parameter and that the forward still reads; views as what they view.
     """
@@ -55,12 +61,17 @@ def places(joint: JointGraph) -> tuple[Place, ...]:
     for first, last in pairwise([0, *ends]):
         inside = [alive[step] for step in range(first, last) if alive[step][1]]
         lowest.extend(sorted(inside, key=lambda found: found[0])[:1])
-    found: list[Place] = []
+    found: list[tuple[int, Place]] = []
     for i, (nbytes, place) in enumerate(lowest):
         around = [other for other, _ in lowest[max(0, i - 1) : i + 2]]
-        if nbytes <= min(around) and place not in found[-1:]:
-            found.append(place)
-    return tuple(found)
+        if nbytes <= min(around) and place not in [other for _, other in found[-1:]]:
+            found.append((nbytes, place))
+    return tuple(place for i, (nbytes, place) in enumerate(found) if nbytes <= _WIDER * _beside(found, i))
+
+
+def _beside(found: Sequence[tuple[int, Place]], i: int) -> float:
+    """Bytes at the wider of the places before and behind; at the ends there is one of them, and alone none."""
+    return max((nbytes for nbytes, _ in (*found[max(0, i - 1) : i], *found[i + 1 : i + 2])), default=math.inf)
 
 
 def candidates(joint: JointGraph, kept: Sequence[Place]) -> list[fx.Node]:

@@ -42,7 +42,14 @@ class Machine:
     programs: int = 0
 
     def find(
-        self, *, room: int, limit: tuple[int, int], deadline: Deadline, gap: float, known: float = math.inf
+        self,
+        *,
+        room: int,
+        limit: tuple[int, int],
+        deadline: Deadline,
+        gap: float,
+        known: float = math.inf,
+        further: bool = True,
     ) -> States:
         counted = room - self.besides
         self.counted.append(counted)
@@ -52,7 +59,10 @@ class Machine:
         return States((str(counted),), {}, seconds=seconds, lower_bound=seconds, nbytes=counted)
 
     def correct(self, states: States, phases: Sequence[float], held: Sequence[tuple[str, int]]) -> None:
-        self.besides, self.corrected = held[0][1] - states.nbytes, self.slower
+        self.besides, self.corrected = (held[0][1] - states.nbytes if held else 0), self.slower
+
+    def forget_held(self) -> None:
+        self.besides = 0
 
     def fastest(
         self, joint: JointGraph, states: Any, limit: int | None, reserve: int, deadline: Deadline
@@ -91,6 +101,27 @@ def _never() -> Way:
         raise AssertionError("plans without messages are no matter where messages take no memory")
 
     return Way(unasked, unasked)
+
+
+@dataclass
+class Refusing(Machine):
+    """Has no states where programs are counted to hold far more than they were."""
+
+    refused: list[int] = field(default_factory=list[int])
+
+    def find(self, **given: Any) -> States:
+        if self.besides >= 500:
+            self.refused.append(self.besides)
+            raise NoStates("no states", given["room"] + 1)
+        return super().find(**given)
+
+
+def test_where_nothing_fits_that_is_counted_as_a_program_is_the_room_is_less(joint: JointGraph) -> None:
+    """The first program holds 600 bytes more than was counted; others hold fewer."""
+    machine = Refusing(lambda counted: counted + (600 if counted > 400 else 100), least=300, enough=100)
+    found = _planned(machine, joint)
+    assert machine.refused == [600] and machine.counted[1] == 380
+    assert found.peak_nbytes <= LIMIT
 
 
 def test_where_no_room_does_it_says_so_and_ends(joint: JointGraph) -> None:
@@ -259,12 +290,15 @@ def test_what_was_found_is_kept_where_time_ends_over_a_better_one(joint: JointGr
     assert found.peak_nbytes == 700 and found.seconds == pytest.approx(0.1)
 
 
-def test_far_over_the_limit_nothing_is_searched_without_messages_either(joint: JointGraph) -> None:
+@pytest.mark.parametrize(("messages", "first"), [(100, "with"), (300, "without")])
+def test_far_over_the_limit_nothing_is_searched_without_messages_either(
+    joint: JointGraph, messages: int, first: str
+) -> None:
     """Both ways start from one plan: what is fastest without a limit says little of what fits. The way without messages
-    is first, and has the room that these would take."""
+    has the room that these would take, and is first where that is a fourth of the limit."""
     machine = Machine(lambda counted: counted, least=300, enough=500)
     offered = replace(machine)
-    reserve = lambda found: 100 if found is not None and found.seconds == 0.01 else 0
+    reserve = lambda found: messages if found is not None and found.seconds == 0.01 else 0
 
     def without(joint: JointGraph, states: States | None, *rest: Any) -> Found:
         assert states is not None, "plans without messages are no start of theirs"
@@ -272,4 +306,6 @@ def test_far_over_the_limit_nothing_is_searched_without_messages_either(joint: J
 
     ways = _way(machine), Way(without, lambda whole: offered)
     found = StatesWithin(joint, ways, reserve, reserve, _programs).found(LIMIT, NEVER)
-    assert offered.counted[0] == LIMIT and found.peak_nbytes == LIMIT
+    own = {"with": machine, "without": offered}[first]
+    assert own.counted[0] == LIMIT - (messages if first == "with" else 0)
+    assert found.peak_nbytes == LIMIT

@@ -93,7 +93,7 @@ def test_a_call_whose_head_cannot_be_cut_has_all_the_time(monkeypatch: pytest.Mo
 
     with pytest.raises(InfeasibleError, match="not at all"):
         fitting(captured(), LIMIT, refusing, Deadline.after(6000.0))
-    assert 2900.0 < given[0] <= 3000.0 < given[1], "with a head, half of it"
+    assert 4400.0 < given[0] <= 4500.0 < given[1], "with a head, three fourths of it"
     given.clear()
     monkeypatch.setattr("autoshard.plan.micro_batches.cut_head", uncut)
     with pytest.raises(InfeasibleError, match="not at all"):
