@@ -121,7 +121,7 @@ class Correcting:
                 rough = number == 0 or (self.plain and self.best is None)
                 found = self._round(room - less, ROUGH if rough else ENOUGH)
             except NoStates:
-                if not self._is_first_corrected:
+                if self.plain or not self._is_unmet:
                     raise
                 # What one program holds besides, others may not: the room is less by what was over it.
                 self.plain, less = True, max(over, 0) + int(_LESS * self.limit)
@@ -140,9 +140,9 @@ class Correcting:
                 room = self.limit - self.reserve(found)
 
     @property
-    def _is_first_corrected(self) -> bool:
-        """Whether states are counted for the first time as a program is that does not fit."""
-        return bool(self.judged) and self.best is None and not self.plain
+    def _is_unmet(self) -> bool:
+        """Whether there are programs, and none that fits."""
+        return bool(self.judged) and self.best is None
 
     @property
     def _seconds(self) -> float:
@@ -173,13 +173,14 @@ class Correcting:
         """Where there are none, of the least room that has some, up to the furthest: rows may count more than a program
         holds."""
         limit, self.tight = (self.limit, self.reserve(None)), False
+        counted = offered is self.offered and self._is_unmet  # as a program is
+        further = self.plain or not counted
         while True:
             # Share of the time left in which states must be chosen, each time.
             latest = self.deadline.share(0.5)
             try:
-                first = offered is self.offered and self._is_first_corrected
                 states = offered.find(
-                    room=room, limit=limit, deadline=latest, gap=gap, known=self.faster, further=not first
+                    room=room, limit=limit, deadline=latest, gap=gap, known=self.faster, further=further
                 )
                 self.cut_short = latest.left <= 0.0
                 return states
@@ -187,7 +188,6 @@ class Correcting:
                 if not self.judged:
                     self.refused = self.refused or refused
                 larger = max(int(refused.least * (1.0 + 1e-3)), int(room * 1.05) if self.tight else 0)
-                counted = bool(self.judged) and self.best is None and offered is self.offered
                 if counted or not room < larger <= furthest:
                     raise
                 room, self.tight = larger, True

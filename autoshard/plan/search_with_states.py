@@ -31,10 +31,13 @@ def bounded(found: Found, bound: float) -> Found:
     return replace(found, lower_bound=bound, gap=gap, status=status)
 
 
+FAR = 2
+"""Times the limit: what needs more is where states start, however fast it is."""
+
+
 def is_far(over: int, limit: int) -> bool:
-    """Whether a plan so many bytes over the limit is where states start, however fast it is: it needs more than twice
-    the limit."""
-    return over > limit
+    """Whether a plan so many bytes over the limit needs `FAR` times that."""
+    return over > (FAR - 1) * limit
 
 
 @dataclass(frozen=True)

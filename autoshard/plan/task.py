@@ -36,7 +36,7 @@ from autoshard.plan.plan_ends import (
     program_fields,
     resolve_pins,
 )
-from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
+from autoshard.plan.search_with_states import FAR, KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime, Watch
 from cost_model.errors import InfeasibleError
@@ -195,13 +195,15 @@ def search_plans(
         def fastest(
             joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
+            as_if = chosen is None and memory_limit is None  # memory were no matter
+            is_start = as_if and wholes is None  # if it is far over the limit
+
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
                 found = best.judge((joint, assignment, joining), within=chosen is not None)
                 rivals(found)
-                ends = as_if and wholes is None and best.far_over(found)
+                ends = is_start and best.far_over(found)
                 return Judgement(found.phase_seconds, found.peak.nbytes, ends)
 
-            as_if = chosen is None and memory_limit is None  # memory were no matter
             narrowing = (
                 chosen.narrowing(task.narrowing) if isinstance(chosen, States) else chosen or task.narrowing
             )
@@ -210,8 +212,8 @@ def search_plans(
                 given = joint, prices, task.boundary, memory_limit, reserve, narrowing
                 hear = lambda one: best.hear(one, of_all=chosen is None and number == 0)
                 begin = start.ending_at(task.gap)
-                if as_if and wholes is None and task.memory_limit is not None:
-                    begin = replace(begin, room=2 * task.memory_limit)  # `is_far`
+                if is_start and task.memory_limit is not None:
+                    begin = replace(begin, room=FAR * task.memory_limit)
                 found = find_fastest(Sought(*given, judge, begin, hear), latest)
                 return replace(best.with_peak(found), rivals=tuple(map(best.with_peak, found.rivals)))
 

@@ -31,6 +31,7 @@ from passes.ir.torch_dtensor import (
     sharding_of,
     take_place_of,
 )
+from passes.redistribution.emit_steps import WIDER
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
         return _NOTED[op](*args)
     if op is aten.select_backward.default and args[2] < 0:  # torch does not count it from the end
         return op(args[0], args[1], args[2] + len(args[1]), args[3])
-    if op is aten._to_copy.default and kwargs.get("dtype") in _UNSENT:
+    if op is aten._to_copy.default and kwargs.get("dtype") in WIDER:
         return _replicated(op(args[0].full_tensor(), **kwargs), _mesh(args[0]))
     if op is aten.sum.dim_IntList and args[1:] and not args[1]:  # of all dims, which torch takes for none
         return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
@@ -151,8 +152,6 @@ _ERRING = frozenset({
 gradients are larger; or it leaves a sum, of rows in parts, that can be made once."""
 _NOTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 """Views that only note what is to be computed, and what computes it."""
-_UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
-"""Of these no backend has a collective."""
 _INDEXED = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )

@@ -31,13 +31,14 @@ COLLECTIVES = (
 )
 
 
-_SENT_AS = {
-    torch.bool: torch.uint8,
+WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
+"""Integers that no backend sends, and as what they travel."""
+_SENT_AS = {torch.bool: torch.uint8, **WIDER}
 
 
 def value(node: fx.Node | torch.Tensor) -> torch.Tensor:

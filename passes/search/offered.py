@@ -86,7 +86,7 @@ class _InPlaceForAll(InPlace):
     two of them is brought there once, and lives from the first to the last."""
 
 
-def same_layout(sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+def same_layout(sources: Sequence[Layout | None], targets: Sequence[Layout | None]) -> np.ndarray:
     """Seconds of reading a value as it is held: none, or impossible."""
     return np.where([[source == target for target in targets] for source in sources], 0.0, np.inf)
 
@@ -115,7 +115,7 @@ def with_workspaces(space: SearchSpace, joint: JointGraph, prices: Prices) -> Se
             beside.append(_Beside(ops, step, known[key]))
 
     for step, node in enumerate(joint.graph.nodes):
-        if node.op != "call_function" or node.name not in place or may_be_another(node) or is_either(node):
+        if node.name not in place or not _computes(node):
             continue
         op = place[node.name]
         own = space.strategies[op]
@@ -136,6 +136,11 @@ def with_workspaces(space: SearchSpace, joint: JointGraph, prices: Prices) -> Se
 
 def _needs(node: fx.Node, workspaces: Workspaces) -> bool:
     return bool(workspaces.of_op(node)) or any(way.exchange is not None for way in rule_for(node).ways)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether it is an op, and no value or copy of one."""
+    return node.op == "call_function" and not may_be_another(node) and not is_either(node)
 
 
 def _used(node: fx.Node) -> fx.Node:
@@ -169,8 +174,8 @@ class _Rows:
         read, has = [_read(s, operand) for s in own], [_held(s, result) for s in held]
         layouts = list(dict.fromkeys(read))
         nbytes = [0 if one is None else local_nbytes(one, producer, result, prices.mesh) for one in layouts]
-        goes = np.where([[one == other for other in layouts] for one in read], 0.0, np.inf)
-        is_held = np.where([[one is None or one == other for one in layouts] for other in has], 0.0, np.inf)
+        goes, is_held = same_layout(read, layouts), same_layout(has, layouts)
+        is_held[:, [one is None for one in layouts]] = 0.0
         return _Rows(
             np.array([*[0] * len(layouts), *nbytes], dtype=np.int64),
             (np.hstack([goes, goes]), np.hstack([is_held, np.zeros_like(is_held)])),
@@ -275,12 +280,7 @@ class _OfferBuilder(LimitedBuilder):
                 lambda o: _either(o, result, storing, one is other),
             )
         place = super().add(node, name, option)
-        if (
-            node is not None
-            and node.op == "call_function"
-            and not may_be_another(node)
-            and not is_either(node)
-        ):
+        if node is not None and _computes(node):
             read = self.derived("read", self.options[place], lambda o: self._of_small_reads(node, o))
             self.options[place] = read
         if name in self.optional:
@@ -330,8 +330,8 @@ class _OfferBuilder(LimitedBuilder):
                 matrix[np.ix_(here, anyhow)] = seconds
         if here and in_place:
             over[0][np.ix_(here, in_place)] = same_layout(sources, targets(in_place))
-        for row in (i for i in here if isinstance(held[i], _InPlaceForAll)):
-            over[0][row, anyhow] += np.where([rows[row] == target for target in targets(anyhow)], 0.0, np.inf)
+        if anyhow and (for_all := [i for i in here if isinstance(held[i], _InPlaceForAll)]):
+            over[0][np.ix_(for_all, anyhow)] += same_layout([rows[i] for i in for_all], targets(anyhow))
         return over
 
 

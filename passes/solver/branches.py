@@ -19,7 +19,7 @@ from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve, propagate
 from .problem import Array, Index
-from .usage import Rows, over_ranges
+from .usage import Rows, before_each, over_ranges
 
 
 def descend(graph: Graph, choice: Mapping[int, int], passes: int = 50) -> dict[int, int]:
@@ -97,7 +97,7 @@ class Search:
 
     def _overfilling(self) -> list[int]:
         """The nodes whose strategy matters at a row that is overfilled."""
-        count = np.concatenate([[0], np.cumsum(self.over > 0)])
+        count = before_each(self.over > 0)
         return [
             node for node, ranges in self._ranges.items() if (count[ranges[1::2]] > count[ranges[::2]]).any()
         ]

@@ -19,7 +19,7 @@ import numpy as np
 
 from .graph import DeadEnd, Graph
 from .problem import BLOCK, Array, Index
-from .usage import over_ranges
+from .usage import before_each, over_ranges
 
 
 def needed_strategies(graph: Graph, node: int) -> Index | None:
@@ -140,7 +140,7 @@ def _drop_oversized(graph: Graph) -> list[int]:
             raise DeadEnd(min(graph.cost, default=-1))
         return []
     changed: list[int] = []
-    binding = np.concatenate([[0], np.cumsum(_most(graph) > graph.slack)])
+    binding = before_each(_most(graph) > graph.slack)
     room = np.append(graph.slack, np.inf)  # the end is no row
     for node in sorted(graph.use):
         usage = graph.usage(node)

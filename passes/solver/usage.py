@@ -93,6 +93,11 @@ class Usage:
         return (before[self.last] - before[self.first]) @ self.used
 
 
+def before_each(rows: NDArray[np.bool_]) -> Index:
+    """[T + 1]: how many of the rows [T] are before each, and in all."""
+    return np.concatenate([[0], np.cumsum(rows)])
+
+
 def over_ranges(reduced: np.ufunc, values: Array, ranges: Index) -> Array:
     """[m]: `values` [T + 1] reduced over each range. What is behind the last is not looked at."""
     return reduced.reduceat(values[: ranges[-1] + 1], ranges)[::2]
@@ -181,7 +186,7 @@ class Rows:
             needless = rows._needless()
             if not needless.any():
                 break
-            place = np.concatenate([[0], np.cumsum(~needless)])  # of a row, or of the next that is kept
+            place = before_each(~needless)  # of a row, or of the next that is kept
             usages = {}
             for node, usage in rows.usages.items():
                 first, last = place[usage.first], place[usage.last]

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cost_model.errors import CaptureError
-from passes.capture import capture
 from tests.capture.running import check
-from tests.capture.test_rows import Model, call
+from tests.capture.test_rows import Model, call, check_refused
 
 
 def _turned(x: Tensor, positions: Tensor) -> Tensor:
@@ -197,9 +195,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("rest", "offset", "text"), REFUSED, ids=[r[0].__name__ for r in REFUSED])
 def test_what_is_not_known_is_an_error_at_the_line(rest: Callable[..., Any], offset: int, text: str) -> None:
-    with pytest.raises(CaptureError, match=r"\n  try: ") as caught:
-        capture(Model(rest), call(), {})
-    assert text in str(caught.value)
-    assert f"test_row_dims.py:{rest.__code__.co_firstlineno + offset}, in {rest.__name__}" in str(
-        caught.value
-    )
+    check_refused(rest, offset, text, "test_row_dims.py")
