@@ -174,7 +174,7 @@ def prices_of(
         profile = with_timed_collectives(profile, placed, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
     collectives = CollectivePrices(profile, placed)
-    ways = Redistributor(mesh, collectives, link=collectives.link)
+    ways = Redistributor(mesh, collectives, link_of=collectives.link)
     return Prices(
         mesh=mesh,
         compute=compute,
@@ -201,6 +201,8 @@ def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:
     """Those under which the layouts of `plan` are brought about as it does: with as many bytes at once, and within a
     limit, where messages between all ranks take memory, without any if it has none."""
     joined = prices.joining(plan.joined_axes)
+    if plan.memory_limit is not None:
+        joined = joined.within(plan.memory_limit)
     if plan.moved_nbytes is not None:
         joined = joined.holding(plan.moved_nbytes)
     spared = plan.memory_limit is not None and plan.reserve > 0

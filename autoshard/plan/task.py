@@ -192,6 +192,8 @@ def search_plans(
     best, known = BestSoFar(task.memory_limit, beside, made, until), wholes or KnownWholes()
 
     def way(number: int, prices: Prices, start: SearchStart) -> Way:
+        within = prices if task.memory_limit is None else prices.within(task.memory_limit)
+
         def fastest(
             joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
@@ -209,7 +211,7 @@ def search_plans(
             )
 
             def search() -> Found:
-                given = joint, prices, task.boundary, memory_limit, reserve, narrowing
+                given = joint, prices if as_if else within, task.boundary, memory_limit, reserve, narrowing
                 hear = lambda one: best.hear(one, of_all=chosen is None and number == 0)
                 begin = start.ending_at(task.gap)
                 if is_start and task.memory_limit is not None:
@@ -225,7 +227,7 @@ def search_plans(
             return found
 
         def offer(whole: Found) -> OfferedStates:
-            given = task.joint, prices.joining(whole.joined), task.boundary
+            given = task.joint, within.joining(whole.joined), task.boundary
             narrowing, pinned, overlaps = task.narrowing, _pinned(task), whole.overlaps
             limit = math.inf if task.memory_limit is None else task.memory_limit
             return OfferedStates.of(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.graph_pass import GraphPass, Sweep, copy_joint, emit, emit_at, replace, shape_of, tensor_at
@@ -159,8 +160,15 @@ def _by_ids(graph: fx.Graph) -> dict[Hashable, list[fx.Node]]:
     found: dict[Hashable, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in READ_ROWS:
-            found.setdefault((_ids(node), *node.args[-2:]), []).append(node)
+            found.setdefault((_as_moved(_ids(node)), *node.args[-2:]), []).append(node)
     return found
+
+
+def _as_moved(node: fx.Node) -> str:
+    """The same for what ranks gathered twice of one value."""
+    if not (is_collective(node) or is_view(node) or node.target is aten.cat.default):
+        return node.name
+    return str((node.target, map_arg((node.args, node.kwargs), _as_moved)))
 
 
 def _ids(node: fx.Node) -> fx.Node:
@@ -194,13 +202,19 @@ def leading(
     sweep = Sweep((node for reader in readers for node in reader.all_input_nodes), last_first=True)
     for node in sweep:
         reads = [user in read or (user in readers and _reads_rows(user, node)) for user in node.users]
-        alone = (
-            all(reads) and node not in others and node not in readers and (is_use(node) or not is_view(node))
-        )
+        alone = all(reads) and node not in others and node not in readers
+        alone = alone and (is_use(node) or not is_view(node) or _views_sent(node, others))
         if any(reads) and (node in made or (alone and _is_by_rows(node, shape))):
             read.add(node)
             sweep.add(node.all_input_nodes)
-    return frozenset(read)
+    of_op = lambda node: node.target is not operator.getitem or tensor_at(node) in read | made
+    return frozenset(filter(of_op, read))
+
+
+def _views_sent(node: fx.Node, others: frozenset[fx.Node]) -> bool:
+    while is_view(node) and node not in others:
+        node = node.all_input_nodes[0]
+    return node.target is sent
 
 
 def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cost_model.errors import ShardingError, is_number, reject
+from cost_model.mesh import MeshSpec
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,23 @@ def sum_of(choice: Choice) -> str:
 def copies_of(choice: Choice) -> str:
     """Pending, as `passes.layout.layout.ROUTED`: rows of which those of a token are alike."""
     return f"routed{choice}"
+
+
+def rows_share(
+    partial: Sequence[tuple[str, str]],
+    mesh: MeshSpec,
+    fullest: Callable[[Sequence[int]], float] = lambda ways: 1.0 / math.prod(ways),
+) -> float:
+    """What part of a tensor a rank has under what is pending: rows of its experts, or sums of tokens that have some of
+    these. fullest: ways of ranks that share experts -> of all rows those of the rank with the most."""
+    share = 1.0
+    for op in dict.fromkeys(op for _, op in partial):
+        ways = [mesh.size(axis) for axis in mesh.names if (axis, op) in partial]
+        if op.startswith("routed"):
+            share *= fullest(ways)
+        elif choice := Choice.of(op):
+            share *= min(1.0, choice.ranks(math.prod(ways)) * fullest(ways))
+    return share
 
 
 def checked_routing(routing: object) -> Routing:

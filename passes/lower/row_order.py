@@ -92,7 +92,9 @@ class Sorting:
         if node in self._products:
             self._product(node)
         elif node.target is operator.getitem:
-            self.sorted[node] = self._emit(node, operator.getitem, self.sorted[tensor_at(node)], node.args[1])
+            self.sorted[node] = self._emit(
+                node, operator.getitem, self._in_order(tensor_at(node)), node.args[1]
+            )
         else:
             args, kwargs = map_arg((node.args, dict(node.kwargs)), self._in_order)
             self.sorted[node] = self._emit(node, node.target, *args, **kwargs)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from passes.lower.op_on_rank import PossibleInterior, possible_interiors
 from passes.plan.describe import end_names, escaped, op_name, op_text, shapes_of
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord, Transfer
 from passes.plan.transfers import HiddenReads, hidden_reads, transfers
-from passes.redistribution.redistribute import Redistribution, Redistributor
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.steps import Redistribution
 from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.issue_order import IssueOrder
 from passes.strategies.prices import Prices, local_nbytes

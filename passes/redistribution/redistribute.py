@@ -13,9 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import JoinedAxes, Layout
 from passes.redistribution.moves import as_step
-from passes.redistribution.steps import Step
+from passes.redistribution.steps import CollectiveSeconds, Redistribution
 from passes.redistribution.universe import (
     Floats,
     PricedUniverse,
@@ -33,16 +32,6 @@ from passes.redistribution.universe import (
     build_universe,
     universe_key,
 )
-
-
-class CollectiveSeconds(Protocol):
-    """What prices a collective: `cost_model`'s profiles, or a fake in tests."""
-
-    def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
-        """kind: "all_gather" (nbytes of the gathered tensor), "reduce_scatter" (of its input),
-        "all_reduce", "all_to_all" (of one rank's buffer). axes: of the group, in mesh order."""
-        ...
-
 
 LinkOf = Callable[[tuple[str, ...]], int]
 """Axes of groups -> the link that they communicate over. Over different links collectives run side by side."""
@@ -53,64 +42,64 @@ def one_link(axes: tuple[str, ...]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Redistribution:
-    """steps:        what is done, first to last; () when the layouts are equal.
-    seconds:      their sum.
-    step_seconds: per step; 0 for local steps.
-    step_nbytes:  per step, the bytes that set its price, padding included; 0 for local steps.
-    """
-
-    steps: tuple[Step, ...]
-    seconds: float
-    step_seconds: tuple[float, ...]
-    step_nbytes: tuple[int, ...]
-
-
+@dataclass(eq=False)
 class Redistributor:
     """Plans and prices redistributions on one mesh with one set of prices; caches both.
 
     joined: axes that are moved together, so that meshes of many axes have few layouts. Then all layouts asked for use
     them together. avoided: kinds of collectives that no way has. link: over which groups along axes communicate.
+    most: bytes of a tensor that a rank may hold on its way, as far as there is a way.
     """
 
-    def __init__(
-        self,
-        mesh: MeshSpec,
-        prices: CollectiveSeconds,
-        joined: JoinedAxes = (),
-        avoided: frozenset[str] = frozenset(),
-        link: LinkOf = one_link,
-    ) -> None:
-        self.mesh, self.joined, self.avoided = mesh, joined, avoided
-        self._link, self._prices = link, prices
-        self._seconds: dict[tuple[str, tuple[str, ...], int], float] = {}
-        self._universes: dict[UniverseKey, Universe] = {}
-        self._spaces: dict[tuple[UniverseKey, bytes], PricedUniverse] = {}
-        self._plans: dict[tuple[Layout, Layout, tuple[int, ...], int], Redistribution] = {}
-        self._asked: dict[tuple[tuple[int, ...], int], dict[frozenset[Layout], None]] = {}
+    mesh: MeshSpec
+    prices: CollectiveSeconds
+    joined: JoinedAxes = ()
+    avoided: frozenset[str] = frozenset()
+    link_of: LinkOf = one_link
+    most: float = math.inf
+    _universes: dict[UniverseKey, Universe] = field(
+        default_factory=dict, repr=False
+    )  # of the mesh and joined axes
+    _seconds: dict[tuple[str, tuple[str, ...], int], float] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _spaces: dict[tuple[UniverseKey, bytes], PricedUniverse] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _plans: dict[tuple[Layout, Layout, tuple[int, ...], int], Redistribution] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _asked: dict[tuple[tuple[int, ...], int], dict[frozenset[Layout], None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def joining(self, joined: JoinedAxes) -> Redistributor:
         """One with the same prices that moves the axes `joined` together."""
-        return self if joined == self.joined else self._but(joined, self.avoided, self._prices)
+        return self if joined == self.joined else replace(self, joined=joined, _universes={})
 
     def avoiding(self, kinds: frozenset[str]) -> Redistributor:
         """One with the same prices that moves nothing by collectives of these kinds."""
-        return self._but(self.joined, kinds, self._prices)
+        return replace(self, avoided=kinds)
+
+    def within(self, nbytes: float) -> Redistributor:
+        """One with the same prices on whose ways no rank holds more bytes of a tensor."""
+        return self if nbytes == self.most else replace(self, most=nbytes)
 
     def priced_by(self, prices: CollectiveSeconds) -> Redistributor:
         """One with other prices."""
-        return self._but(self.joined, self.avoided, prices)
+        return replace(self, prices=prices)
 
-    def _but(self, joined: JoinedAxes, avoided: frozenset[str], prices: CollectiveSeconds) -> Redistributor:
-        return Redistributor(self.mesh, prices, joined, avoided, self._link)
+    @cached_property
+    def _anyhow(self) -> Redistributor:
+        """For what has no way on which ranks hold few bytes."""
+        return self.within(math.inf)
 
     @cached_property
     def _links(self) -> dict[frozenset[str], int]:
         """Axes of groups -> the number of their link, from 0 on."""
         axes = self.mesh.real_axes()
         groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
-        links = {frozenset(group): self._link(group) for group in groups}
+        links = {frozenset(group): self.link_of(group) for group in groups}
         numbers = {link: number for number, link in enumerate(sorted(set(links.values())))}
         return {group: numbers[link] for group, link in links.items()}
 
@@ -189,6 +178,9 @@ class Redistributor:
         seconds = np.zeros((len(found), len(srcs), len(dsts)))
         seconds[0] = np.inf
         seconds[np.ix_(range(len(found)), [*rows], [*columns])] = found[:, :, [*columns.values()]]
+        if self.most < math.inf and np.isinf(seconds[0]).any():
+            anyhow = self._anyhow._matrices(srcs, dsts, shape, itemsize, deadline, apart)
+            seconds = np.where(np.isinf(seconds[0]), anyhow, seconds)
         return seconds
 
     def _plan(self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> Redistribution:
@@ -200,6 +192,8 @@ class Redistributor:
         found = (self._space(tuple(each), shape, itemsize) for each in known)
         spaces = {id(one.seconds): one for one in found}
         ways = [(one, way) for one in spaces.values() if (way := self._path(one, src, dst)) is not None]
+        if not ways and self.most < math.inf:
+            return self._anyhow.plan(src, dst, shape, itemsize)
         if not ways:
             raise ShardingError(f"no redistribution from {src} to {dst}: a pending max or min cannot be made")
         space, path = min(ways, key=lambda each: sum(float(each[0].seconds[move]) for move in each[1]))
@@ -231,6 +225,9 @@ class Redistributor:
         if space is None:
             payloads = universe.payloads(shard_bytes)
             seconds = universe.seconds(payloads, self.collective_seconds)
+            if self.most < math.inf:
+                held = shard_bytes * universe.counted
+                seconds = np.where(held[universe.tail] > self.most, np.inf, seconds)
             space = PricedUniverse(universe, (), payloads, seconds, {}, {})
             self._spaces[key, shard_bytes.tobytes()] = space
         return PricedUniverse(universe, dims, space.payloads, space.seconds, space.rows, space.apart)
@@ -243,7 +240,7 @@ class Redistributor:
             return math.inf
         key = (kind, axes, nbytes)
         if key not in self._seconds:
-            seconds = self._prices.seconds(kind, axes, nbytes)
+            seconds = self.prices.seconds(kind, axes, nbytes)
             if not 0.0 <= seconds < math.inf:
                 raise ProfileError(f"{kind} of {nbytes} bytes over {axes} is priced at {seconds} seconds")
             self._seconds[key] = seconds

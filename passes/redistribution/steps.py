@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -192,3 +192,26 @@ PAYLOAD_BYTES: Mapping[str, Callable[[Bytes, Bytes, Bytes], Bytes]] = {
     # What one rank sends or receives, mostly to and from its neighbours; where that is known, it replaces this.
     "point_to_point": lambda before, after, ranks: np.maximum(before, after),
 }
+
+
+class CollectiveSeconds(Protocol):
+    """What prices a collective: `cost_model`'s profiles, or a fake in tests."""
+
+    def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+        """kind: "all_gather" (nbytes of the gathered tensor), "reduce_scatter" (of its input),
+        "all_reduce", "all_to_all" (of one rank's buffer). axes: of the group, in mesh order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """steps:        what is done, first to last; () when the layouts are equal.
+    seconds:      their sum.
+    step_seconds: per step; 0 for local steps.
+    step_nbytes:  per step, the bytes that set its price, padding included; 0 for local steps.
+    """
+
+    steps: tuple[Step, ...]
+    seconds: float
+    step_seconds: tuple[float, ...]
+    step_nbytes: tuple[int, ...]

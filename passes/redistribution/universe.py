@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from cost_model.deadline import NEVER, Deadline
 from cost_model.mesh import MeshSpec
+from passes.ir.routing import rows_share
 from passes.layout.layout import ROUTED, JoinedAxes, Layout, nested_sizes
 from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split, sort_key
 from passes.redistribution.moves import Moves, NextStep, Partial, State, as_state, as_step
@@ -85,6 +87,11 @@ class Universe:
                 largest[i] = max(nested_sizes(length, counts[i]) if sizes is None else sizes)
             total *= largest[self.split_ids[:, dim]]
         return total
+
+    @cached_property
+    def counted(self) -> Floats:
+        """[states]: what part of its shard a rank holds, where rows count on the rank of their expert."""
+        return np.array([rows_share(state.partial, self.mesh) for state in self.states])
 
     def payloads(self, shard_bytes: _Ints) -> _Ints:
         """[moves]: the bytes each move is priced by; 0 for free ones."""

@@ -42,8 +42,15 @@ from passes.ir.joint import JointGraph, node_value, result_index
 from passes.layout.layout import Assignment
 from passes.plan.planned_graph import Transfer
 from passes.plan.transfers import Move
-from passes.redistribution.redistribute import Redistribution
-from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
+from passes.redistribution.steps import (
+    AllGather,
+    AllReduce,
+    HaloExchange,
+    HaloReduce,
+    Redistribution,
+    ReduceScatter,
+    Reshard,
+)
 from passes.schedule.issue_order import Ending, Groups, IssueOrder, Limits, Place, Side, issue_order
 from passes.schedule.schedule import Prefetch
 from passes.strategies.prices import Prices

@@ -31,7 +31,8 @@ from passes.ir.op_work import (
     operand_orders,
     routed_products,
 )
-from passes.layout.layout import ROUTED, FactorSplit, JoinedAxes, Layout, NodeLayouts, first_part
+from passes.ir.routing import rows_share
+from passes.layout.layout import FactorSplit, JoinedAxes, Layout, NodeLayouts, first_part
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule import Exchange, OpRule
 from passes.rules.core.rule_registry import rule_for
@@ -48,9 +49,8 @@ def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> i
 
 
 def _rows_share(layout: Layout, node: fx.Node, mesh: MeshSpec) -> float:
-    """What part of a shard's rows count on the fullest rank. node: what makes or reads them."""
-    routed = {axis for axis, op in layout.partial if op.startswith(ROUTED)}
-    return _fullest(node, [mesh.size(axis) for axis in mesh.names if axis in routed]) if routed else 1.0
+    """What part of a shard counts on the fullest rank. node: what makes or reads its rows."""
+    return rows_share(layout.partial, mesh, partial(_fullest, node)) if layout.partial else 1.0
 
 
 def _fullest(node: fx.Node, ways: Sequence[int]) -> float:
@@ -225,6 +225,11 @@ class Prices:
     def avoiding(self, kinds: frozenset[str]) -> Prices:
         """The same prices, where no redistribution runs collectives of these kinds."""
         ways = self.redistributor.avoiding(kinds), self.merged.avoiding(kinds)
+        return replace(self, redistributor=ways[0], merged=ways[1])
+
+    def within(self, nbytes: float) -> Prices:
+        """The same prices, where no redistribution has a rank hold more bytes of a tensor on its way."""
+        ways = self.redistributor.within(nbytes), self.merged.within(nbytes)
         return replace(self, redistributor=ways[0], merged=ways[1])
 
     def holding(self, nbytes: float) -> Prices:

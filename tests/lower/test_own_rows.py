@@ -13,19 +13,27 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan
+from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from autoshard.verification.part_errors import shard_of
 from cost_model.profile import Profile
-from passes.ir.joint import JointGraph
+from passes.ir.graph_pass import tensor_at
+from passes.ir.joint import JointGraph, ops_by_phase
+from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.partition import partition
 from passes.lower.phases import Phases, split_phases
 from passes.ops.collective_ops import exchange_rows, returned, sent
 from passes.ops.routed_ops import routed_mm
+from passes.plan.decide import decide
+from passes.plan.planned_graph import PlannedGraph
 from passes.schedule.schedule import behind_ids, scheduled
+from passes.search.find import Sought, find_assignment
+from passes.search.search_terms import Narrowing, boundary_of
 from passes.simulate.lockstep import simulated_groups
+from passes.states.compute_again import compute_again
 from tests.schedule.planned import run_phases, shards
 
-c10d = torch.ops._c10d_functional
+aten, ours, c10d = torch.ops.aten, torch.ops.autoshard, torch.ops._c10d_functional
 
 
 class Experts(nn.Module):
@@ -41,9 +49,24 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1).topk(self.chosen, -1)
         rows = x[:, :, None, :].expand(*ids.shape, 7)
-        hidden = routed_mm(rows, self.up, ids, 0, len(self.up)).relu()
+        hidden = self._hidden(routed_mm(rows, self.up, ids, 0, len(self.up)))
         y = routed_mm(hidden, self.down, ids, 0, len(self.down)) * weights[..., None]
         return (x + y.sum(2)).square().mean()
+
+    def _hidden(self, rows: Tensor) -> Tensor:
+        return rows.relu()
+
+
+class Gated(Experts):
+    """Whose first product is read in two halves."""
+
+    def __init__(self, experts: int, chosen: int) -> None:
+        super().__init__(experts, chosen)
+        self.up = nn.Parameter(torch.randn(experts, 7, 26))
+
+    def _hidden(self, rows: Tensor) -> Tensor:
+        gate, up = rows.chunk(2, -1)
+        return gate.sigmoid() * up
 
 
 def wire() -> Profile:
@@ -65,10 +88,36 @@ def planned(model: nn.Module, x: Tensor, mesh: MeshSpec, dims: Sequence[int]) ->
     return find_plan(model, mesh, (x,), profile=wire(), constraints=pins, in_placements=(tokens,))
 
 
-def programs(joint: JointGraph, plan: Plan) -> list[Phases]:
-    groups, mesh = simulated_groups(plan.mesh), plan.mesh
-    modules = [partition(joint, plan.planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
+def programs(joint: JointGraph, planned: PlannedGraph, mesh: MeshSpec) -> list[Phases]:
+    groups = simulated_groups(mesh)
+    modules = [partition(joint, planned, mesh, rank, groups).module for rank in range(mesh.device_count)]
     return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
+
+
+def check(
+    model: nn.Module,
+    x: Tensor,
+    joint: JointGraph,
+    planned: PlannedGraph,
+    mesh: MeshSpec,
+    ranks: Sequence[Phases],
+) -> None:
+    """Loss and gradients of every rank's program are those of the model."""
+    named = dict(model.named_parameters())
+    given = {"param": lambda spec: named[spec.name].detach(), "input": lambda _: x}
+    ones = lambda _: torch.ones((), dtype=torch.float64)
+    values = [given.get(spec.kind, ones)(spec) for _, spec in joint.given]
+    found = run_phases(joint, ranks, shards(joint, planned.layouts, mesh, values), mesh, scheduled)
+    loss = model(x)
+    wanted = {"output": loss.detach()}
+    wanted |= dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    ends = [(i, spec) for i, (spec, node) in enumerate(joint.returned) if node is not None]
+    for (i, spec), layout in zip(ends, planned.layouts["output"].operands, strict=True):
+        whole = wanted["output" if spec.kind == "output" else spec.name]
+        for rank in range(mesh.device_count):
+            got = sum(found[r][i] for r in mesh.group(rank, [axis for axis, _ in layout.partial]))
+            own = shard_of(whole, layout, mesh, rank)
+            torch.testing.assert_close(got, own, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -98,28 +147,51 @@ def test_rows_travel_alone(
     if len(set(dims)) == 2:  # at once from the parts of both
         assert all(step.axes == tuple(mesh) for step in plan.collectives if "_rows" in step.name)
     assert Plan.from_json(plan.to_json()).step_time == plan.step_time
-    ranks = programs(joint, plan)
+    ranks = programs(joint, plan.planned, plan.mesh)
     for phases in ranks:
         assert phases.backward is not None
         nodes = [*phases.forward.graph.nodes, *phases.backward.module.graph.nodes]
         assert sum(node.target is exchange_rows for node in nodes) == len(moved)
         assert not any(node.target in (sent, returned) for node in nodes)
-    named = dict(model.named_parameters())
-    given = {"param": lambda spec: named[spec.name].detach(), "input": lambda _: x}
-    ones = lambda _: torch.ones((), dtype=torch.float64)
-    values = [given.get(spec.kind, ones)(spec) for _, spec in joint.given]
-    mesh_ = plan.mesh
-    found = run_phases(joint, ranks, shards(joint, plan.planned.layouts, mesh_, values), mesh_, scheduled)
-    loss = model(x)
-    wanted = {"output": loss.detach()}
-    wanted |= dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
-    ends = [(i, spec) for i, (spec, node) in enumerate(joint.returned) if node is not None]
-    for (i, spec), layout in zip(ends, plan.planned.layouts["output"].operands, strict=True):
-        whole = wanted["output" if spec.kind == "output" else spec.name]
-        for rank in range(mesh_.device_count):
-            got = sum(found[r][i] for r in mesh_.group(rank, [axis for axis, _ in layout.partial]))
-            own = shard_of(whole, layout, mesh_, rank)
-            torch.testing.assert_close(got, own, rtol=1e-12, atol=1e-12)
+    check(model, x, joint, plan.planned, plan.mesh, ranks)
+
+
+def test_rows_travel_for_the_backward_alone() -> None:
+    """The forward gathers experts. The backward sends rows: what the forward kept, of which it makes the two halves
+    again, and the gradient. Ids are gathered for each of its products, and rows stay in order between these."""
+    torch.manual_seed(0)
+    model, mesh = Gated(6, 2).double(), MeshSpec({"ep": 3})
+    x = torch.randn(6, 4, 7, dtype=torch.float64)
+    joint = canonical_capture(model, (x,), {}).joint
+    joint = compute_again(
+        joint, [n.name for n in joint.graph.nodes if "split" in n.name or n.name == "sigmoid"]
+    )
+    forward, backward = ops_by_phase(joint)
+    products = [node for node in joint.graph.nodes if node.target is ours.routed_mm.default]
+    allowed = {node.name: of_tokens if node in forward else of_experts for node in products}
+    allowed |= {node.name: of_tokens for node in {tensor_at(node, 2) for node in products}}
+    allowed |= {node.name: of_experts for node in backward if node.target is ours.routed_outer.default}
+    tokens, experts = Layout((("ep",), (), ())), Layout((("ep",), (), ()))
+    boundary = boundary_of(joint, {"up": experts, "down": experts}, {0: tokens}, {})
+    prices = prices_of(wire(), mesh, "eager")
+    found = find_assignment(Sought(joint, prices, boundary, narrowing=Narrowing(allowed=allowed)))
+    planned = decide(joint, found.assignment, prices)
+    ranks = programs(joint, planned, mesh)
+    for phases in ranks:
+        assert phases.backward is not None
+        nodes = [*phases.backward.module.graph.nodes]
+        assert sum(node.target is exchange_rows for node in nodes) == 4
+        assert not any(node.target in (sent, returned, aten.index_put.default) for node in nodes)
+    check(model, x, joint, planned, mesh, ranks)
+
+
+def of_tokens(strategies: Sequence[NodeLayouts]) -> list[int]:
+    return [i for i, one in enumerate(strategies) if one.results[0].dims[0] == ("ep",)]
+
+
+def of_experts(strategies: Sequence[NodeLayouts]) -> list[int]:
+    """Rows that travelled."""
+    return [i for i, one in enumerate(strategies) if one.operands[0].partial == (("ep", "routed"),)]
 
 
 @pytest.mark.parametrize("count", [1, 2])

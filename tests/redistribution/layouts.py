@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.redistribution.lower_redistribute import emit
-from passes.redistribution.redistribute import Redistribution
+from passes.redistribution.steps import Redistribution
 from passes.simulate.lockstep import simulate, simulated_groups
 
 

@@ -11,8 +11,8 @@ import torch
 
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
-from passes.redistribution.redistribute import Redistribution, Redistributor
-from passes.redistribution.steps import STEPS, Step
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.steps import STEPS, Redistribution, Step
 from passes.redistribution.universe import step_problems
 from tests.redistribution.layouts import creatable, link_prices, parts_of, random_layout, run_plan, totals
 from tests.spatial.test_halo_steps import with_halos

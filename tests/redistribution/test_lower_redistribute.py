@@ -12,7 +12,8 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.redistribution.lower_redistribute import collective_nodes, emit
-from passes.redistribution.redistribute import CollectiveSeconds, Redistributor
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.steps import CollectiveSeconds
 from passes.simulate.lockstep import simulated_groups
 from tests.redistribution.layouts import (
     StartPrices,

@@ -15,11 +15,12 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Halo, Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.moves import as_layout
-from passes.redistribution.redistribute import Redistribution, Redistributor
+from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    Redistribution,
     ReduceScatter,
     Reshard,
     Slice,

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from cost_model.errors import ShardingError
-from passes.ir.routing import Choice, copies_of, sum_of
+from passes.ir.routing import Choice, copies_of, rows_share, sum_of
 from passes.layout.layout import Layout
-from passes.redistribution.steps import AllGather, AllToAll, ReturnRows, SendRows, ToRouted
-from tests.redistribution.test_redistribute import COLUMNS, R2, ROWS, TWO_AXES, plan, steps
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.steps import (
+    AllGather,
+    AllToAll,
+    ReduceScatter,
+    ReturnRows,
+    SendRows,
+    ToRouted,
+    ToSum,
+)
+from tests.redistribution.test_redistribute import COLUMNS, ONE_AXIS, R2, ROWS, TWO_AXES, Rates, plan, steps
 
 PAIR = Choice(2, 400)
 
@@ -59,6 +68,22 @@ def test_a_token_travels_once_to_each_host() -> None:
             (SendRows, ("a",), sent, 1.0 + sent)
         ]
         assert steps(plan(few, ROWS, (8, 8))) == [(ReturnRows, ("a",), returned, 1.0 + returned)]
+
+
+def test_no_rank_holds_more_on_the_way() -> None:
+    """A rank has two of four summands in half of 64 bytes. Where starting is dear they are scattered as they are, which
+    takes all 64; within less they return to their tokens, a quarter of them, and are exchanged from there."""
+    few = Layout(((), ()), (("a", sum_of(Choice(2, 4))),))
+    free = Redistributor(ONE_AXIS, Rates(start=100.0))
+    assert rows_share(few.partial, ONE_AXIS) == 2 / 4
+    for ways, kinds in ((free, [ToSum, ReduceScatter]), (free.within(63), [ReturnRows, AllToAll])):
+        found = ways.plan(few, COLUMNS, (8, 8), 1)
+        assert [kind for kind, *_ in steps(found)] == kinds
+        assert ways.matrix([few], [COLUMNS], (8, 8), 1)[0, 0] == found.seconds
+    # What nothing smaller leads to is brought about all the same.
+    summed = Layout(((), ()), (("a", "sum"),))
+    assert free.within(63).plan(summed, COLUMNS, (8, 8), 1) == free.plan(summed, COLUMNS, (8, 8), 1)
+    assert free.within(63).matrix([summed], [COLUMNS], (8, 8), 1)[0, 0] == 164.0
 
 
 def test_ranks_share_experts_over_all_axes_at_once() -> None:
