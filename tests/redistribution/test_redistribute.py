@@ -256,7 +256,7 @@ def test_seconds_over_each_link_are_those_of_the_steps(axes: dict[str, int]) -> 
     """Groups along the first axis, alone or with others, communicate over another link."""
     mesh, rng = MeshSpec(axes), random.Random(2)
     link = lambda axes: int("a" in axes)
-    redistributor = Redistributor(mesh, link_prices(mesh), link=link)
+    redistributor = Redistributor(mesh, link_prices(mesh), link_of=link)
     assert redistributor.link_count == 2
     moved = [0.0, 0.0]
     for shape in ((12, 8, 4), (7, 1, 5), (16,)):
@@ -280,9 +280,9 @@ def test_seconds_over_each_link_are_those_of_the_steps(axes: dict[str, int]) -> 
 def test_links_are_counted_on_the_mesh() -> None:
     """All groups leave their host, or none does: one link."""
     for link in (lambda axes: 0, lambda axes: 7):
-        one = Redistributor(TWO_AXES, link_prices(TWO_AXES), link=link)
+        one = Redistributor(TWO_AXES, link_prices(TWO_AXES), link_of=link)
         assert one.link_count == 1 and one.link(("a",)) == one.link(("a", "b")) == 0
-    two = Redistributor(TWO_AXES, link_prices(TWO_AXES), link=lambda axes: 7 * ("a" in axes))
+    two = Redistributor(TWO_AXES, link_prices(TWO_AXES), link_of=lambda axes: 7 * ("a" in axes))
     assert [two.link(axes) for axes in (("b",), ("a",), ("b", "a"))] == [0, 1, 1]
     assert two.joining((TWO_AXES.names,)).link_count == two.avoiding(frozenset()).link_count == 2
 

@@ -136,7 +136,7 @@ def gathered(joint: JointGraph, assignment: Assignment, per_byte: float = 1e-7) 
         def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
             return per_byte * super().seconds(kind, axes, nbytes)
 
-    ways = Redistributor(MESH, Scaled(), link=Scaled().link)
+    ways = Redistributor(MESH, Scaled(), link_of=Scaled().link)
     prices = replace(prices_of(Profile.load("cpu"), MESH, "eager"), redistributor=ways, merged=ways)
     order = bucketed_order(joint, assignment, prices, chosen_steps(joint, assignment, ways))
     planned, groups = unmerged(joint, assignment, ways, order), simulated_groups(MESH)
