@@ -88,8 +88,9 @@ class KnownWholes:
         return found
 
 
-_WORTH = 0.02
-"""Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
+_WORTH, _MUCH = 0.02, 0.25
+"""Shares of the limit that exchanges between all ranks must take for plans without them to be looked for, and to be
+looked for first."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class StatesWithin:
             return whole
         self.anyway.extend((whole, *whole.rivals))
         known = self._known(whole, memory_limit, deadline)
-        return self._best(self._starts(whole, memory_limit, deadline), known, memory_limit, deadline)
+        return self._best(whole, known, memory_limit, deadline)
 
     def _known(self, whole: Found, limit: int, deadline: Deadline) -> Found | None:
         """The fastest that fits of what was judged on the way to the fastest of all, and to those of families."""
@@ -149,39 +150,31 @@ class StatesWithin:
     def _needs(self, found: Found) -> int:
         return found.peak_nbytes + self.reserve(found)
 
-    def _starts(self, whole: Found, limit: int, deadline: Deadline) -> list[tuple[Way, Found]]:
-        """Each way and its fastest plan, that which misses the limit by least first. Far over the limit both start from
-        one plan."""
-        starts = [(self.ways[0], whole)]
-        if self.messages(whole) > _WORTH * limit:
-            if is_far(self.over(whole, limit), limit):
-                both = [*starts, (self.ways[1], whole)]
-                # Share of the limit from which on exchanges take too much for states to begin with them.
-                return both if self.messages(whole) < 0.25 * limit else both[::-1]
-            with suppress(InfeasibleError, OutOfTime):
-                other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))
-                starts.append((self.ways[1], other))
-        return sorted(starts, key=lambda start: self.over(start[1], limit))
+    def _ordered(self, whole: Found, limit: int) -> tuple[Way, ...]:
+        """Those to be searched. With exchanges first, unless these take so much of the limit that the other is likelier
+        to fit."""
+        share = self.messages(whole) / limit
+        return self.ways[: 1 + (share > _WORTH)][:: 1 if share < _MUCH else -1]
 
-    def _best(
-        self, starts: Sequence[tuple[Way, Found]], known: Found | None, limit: int, deadline: Deadline
-    ) -> Found:
-        """The fastest of what is known and of what the ways have; those are not searched that can save too little."""
-        best = known
+    def _best(self, whole: Found, known: Found | None, limit: int, deadline: Deadline) -> Found:
+        """The fastest of what is known and of what the ways have; those are not searched that can save too little. Far
+        over the limit both start from one plan, and the second is only for where the first has none."""
+        best, ways, far = known, self._ordered(whole, limit), is_far(self.over(whole, limit), limit)
         reasons, late = list[InfeasibleError](), False
-        for place, (way, whole) in enumerate(starts):
-            # Share of the time that the second way must be able to save to be searched.
-            if best is not None and (
-                whole.lower_bound >= best.seconds * (1.0 - 1e-2) or self.reserve(whole) >= limit
-            ):
-                continue
-            # Where both start from one plan the second is only for where the first has none.
-            alike = starts[0][1] is starts[-1][1]
-            until = deadline.share(1.0 if alike else 1.0 / (len(starts) - place))
+        for place, way in enumerate(ways):
+            if far and best is not None and best is not known:
+                break
             # For programs of its states the share is larger: they take what was counted or more.
             faster = math.inf if best is None else best.seconds * (1.0 - 2e-2)
+            until = deadline.share(1.0 if far else 1.0 / (len(ways) - place))
             try:
-                found = self._within(way, whole, limit, faster, until)
+                own = way is self.ways[0] or far
+                start = whole if own else way.fastest(self.joint, None, None, 0, until.share(0.5))
+                # Share of the time that a way must be able to save to be searched.
+                hopeless = best is not None and start.lower_bound >= best.seconds * (1.0 - 1e-2)
+                if hopeless or (best is not None and self.reserve(start) >= limit):
+                    continue
+                found = self._within(way, start, limit, faster, until)
             except InfeasibleError as reason:
                 reasons.append(reason)
                 continue
@@ -191,8 +184,8 @@ class StatesWithin:
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         if best is None:
-            raise OutOfTime if late else none_together(reasons[0], starts[0][1].joined)
-        return bounded(best, min(whole.lower_bound for _, whole in starts))
+            raise OutOfTime if late else none_together(reasons[0], whole.joined)
+        return bounded(best, whole.lower_bound)
 
     def _within(self, way: Way, whole: Found, limit: int, faster: float, deadline: Deadline) -> Found | None:
         """The fastest plan of all, if it fits as it is or with less in transfers at once, which costs little; else that

@@ -198,12 +198,12 @@ def search_plans(
             joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
             as_if = chosen is None and memory_limit is None  # memory were no matter
-            is_start = as_if and wholes is None  # if it is far over the limit
+            is_start = as_if and wholes is None  # of states: of the second way, or far over the limit
 
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
                 found = best.judge((joint, assignment, joining), within=chosen is not None)
                 rivals(found)
-                ends = is_start and best.far_over(found)
+                ends = is_start and (number > 0 or best.far_over(found))
                 return Judgement(found.phase_seconds, found.peak.nbytes, ends)
 
             narrowing = (
@@ -215,7 +215,7 @@ def search_plans(
                 hear = lambda one: best.hear(one, of_all=chosen is None and number == 0)
                 begin = start.ending_at(task.gap)
                 if is_start and task.memory_limit is not None:
-                    begin = replace(begin, room=FAR * task.memory_limit)
+                    begin = replace(begin, room=0 if number else FAR * task.memory_limit)
                 found = find_fastest(Sought(*given, judge, begin, hear), latest)
                 return replace(best.with_peak(found), rivals=tuple(map(best.with_peak, found.rivals)))
 
