@@ -205,12 +205,34 @@ def _best(asked: Workload, shapes: list[dict[str, int]], pieces: list[int | str]
 
 
 def _beside(asked: Workload, configuration: Configuration) -> Plan:
-    """What the configuration runs, how far that is from the best plan, and the framework's own best."""
+    """What the configuration runs, how far that is from the best plan, and the framework's own best. Raises the
+    InfeasibleError of a search that found no plan, when all else is said."""
     from autoshard.planner.priced_runs import configured_run
 
     run = configured_run(asked, configuration)
     _say("runs", f"{configuration.framework}: {configuration}")
     _say("step", asked.words(run))
+    try:
+        plan = _compared(asked, configuration, run)
+    except InfeasibleError as error:
+        plan = error
+        _say("autoshard", f"no plan: {str(error).splitlines()[0]}")
+    runs = [(configuration, run), *_others(configuration, asked)]
+    fitting = [one for one in runs if asked.fits(one[1])]
+    if fitting:
+        other, better = min(fitting, key=lambda one: one[1].seconds)
+        _say("better", f"{configuration.changes(other)}: {asked.words(better)}")
+    else:
+        _say("better", f"no division of {configuration.framework} fits that was tried")
+    if configuration.unread:
+        _say("not read", ", ".join(configuration.unread))
+    if isinstance(plan, InfeasibleError):
+        raise plan
+    return plan
+
+
+def _compared(asked: Workload, configuration: Configuration, run: Run) -> Plan:
+    """The best plan, and how far the configuration's run is from it."""
     sizes = {"dp": configuration.gpus // configuration.tensor, "tp": configuration.tensor}
     shape = {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
     pieces = configuration.pieces(asked.batch)
@@ -221,15 +243,6 @@ def _beside(asked: Workload, configuration: Configuration) -> Plan:
         above = run.seconds / best.bound - 1.0
         bound = f", {above:+.1%} against the bound {format_seconds(best.bound)}"
     _say("distance", f"{run.seconds / best.seconds - 1.0:+.1%} of a step against autoshard's{bound}")
-    runs = [(configuration, run), *_others(configuration, asked)]
-    fitting = [one for one in runs if asked.fits(one[1])]
-    if fitting:
-        other, better = min(fitting, key=lambda one: one[1].seconds)
-        _say("better", f"{configuration.changes(other)}: {asked.words(better)}")
-    else:
-        _say("better", f"no division of {configuration.framework} fits that was tried")
-    if configuration.unread:
-        _say("not read", ", ".join(configuration.unread))
     return plan
 
 

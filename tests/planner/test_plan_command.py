@@ -284,6 +284,14 @@ def test_a_configuration_beside_the_best_plan(
     assert plan.mesh == MeshSpec({"dp": 2}, "cpu")
     assert rows["autoshard"].startswith(format_seconds(plan.step_time)) and "of 1GB" in rows["autoshard"]
     assert "dynamo_backend: INDUCTOR: " in rows["better"]
+    with monkeypatch.context() as patched:  # what the configuration runs is said, and the framework's best
+        none = InfeasibleError("nothing fits\n  try: more")
+        patched.setattr(priced_runs, "best_run", Mock(side_effect=none))
+        code, out, err = command("plan", *options, "--accelerate", "a.yaml", "--memory-limit", "1GB")
+    said = {line[:11].strip(): line[12:] for line in out.splitlines()}
+    assert (code, said["autoshard"]) == (1, "no plan: nothing fits") and "try: more" in err
+    same = ("runs", "step", "better", "not read")
+    assert [said[name] for name in same] == [rows[name] for name in same] and "distance" not in said
     code, out, _ = command("plan", *options, "--gpus", "4")
     assert code == 0 and "dp=4 " in out and "dp=2,tp=2 " in out and "mesh (dp=" in out
     for wrong, named in [
