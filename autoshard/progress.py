@@ -6,7 +6,6 @@ ran beside other work."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -21,9 +20,7 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from cost_model.cache_files import cache_folder, write_whole
-from cost_model.errors import PlanError, read_json
-
-_log = logging.getLogger("autoshard")
+from cost_model.errors import PlanError, log, read_json
 
 _SILENT_SECONDS = 1.0
 _LINES_SECONDS = 10.0
@@ -58,7 +55,7 @@ def teller() -> Say:
     shown = os.environ.get("AUTOSHARD_PROGRESS") != "0"
 
     def say(text: str) -> None:
-        _log.info("%s", text)
+        log.info("%s", text)
         if shown:
             _write(text)
 
@@ -160,4 +157,4 @@ def _keep(path: Path, name: str, seconds: float) -> None:
     try:
         write_whole(path, json.dumps(dict(kept), indent=1))
     except OSError as error:
-        _log.info("progress: times not kept: %s", error)
+        log.info("progress: times not kept: %s", error)

@@ -28,10 +28,9 @@ from unittest import mock
 import torch
 
 from autoshard.cli import main
-from autoshard.planner.configuration import RECOMPUTE, Configuration, again_words
+from autoshard.planner.configuration import MODULES, RECOMPUTE, Configuration, again_words
 from autoshard.planner.priced_runs import Machine, MetaModel, Run, Workload, configured_run
 from autoshard.planner.readers import DISPATCHERS
-from autoshard.planner.recomputing import MODULES
 from benchmarks.published_rows import CUDNN, Row, attending, gpu_profile, read_rows, run_name
 from cost_model.profile import Profile
 from passes.ir.routing import Routing

@@ -10,7 +10,7 @@ from pathlib import Path
 from autoshard import Profile
 from benchmarks.llama3 import LLAMAS
 from benchmarks.mpt import SIZES
-from cost_model.profile import paced_rates
+from cost_model.profile import paced
 
 __all__ = [
     "AGAIN",
@@ -144,7 +144,7 @@ def attending(profile: Profile, pace: float) -> Profile:
 
 def _paced(profile: Profile, pace: float, *kinds: str) -> Profile:
     """With kernels of these kinds that take `pace` times as long."""
-    rates = {kind: tuple(paced_rates(of, pace) for of in getattr(profile.device, kind)) for kind in kinds}
+    rates = {kind: tuple(paced(of, pace) for of in getattr(profile.device, kind)) for kind in kinds}
     return replace(profile, device=replace(profile.device, **rates))
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_log = logging.getLogger("autoshard")
+from cost_model.errors import log
 
 
 def cache_folder() -> Path:
@@ -42,7 +41,7 @@ def keep_file(path: Path, text: str, what: str) -> bool:
     try:
         write_whole(path, text)
     except OSError as error:
-        _log.warning("%s: %s", what, error)
+        log.warning("%s: %s", what, error)
         return False
     return True
 

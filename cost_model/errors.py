@@ -7,6 +7,7 @@ Python's reader of JSON accepts things that our writers never make; they are ref
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
 from msgspec import Meta
+
+log = logging.getLogger("autoshard")
+"""What users are told that is no error."""
 
 
 class AutoshardError(Exception):

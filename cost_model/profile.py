@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cost_model.collectives import CollectivePrices
 from cost_model.groups import (
@@ -23,19 +23,14 @@ from cost_model.groups import (
     shapes_of,
 )
 from cost_model.measurements import (
-    KERNEL_KINDS,
     CollectiveSamples,
-    DeviceRates,
-    Lateness,
     LinkLevel,
-    MatmulRates,
-    UpdateRates,
     monotone,
 )
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 from cost_model.readers import read_profile
-from cost_model.timed import TimedCollective, TimedPrices
+from cost_model.timed import TimedCollective
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,34 +39,30 @@ if TYPE_CHECKING:
     from cost_model.measure.kernel_work import Attend
     from cost_model.measure.sampling import Progress
 
+T = TypeVar("T")
 
-def paced_profile(profile: Profile, pace: float) -> Profile:
-    """`profile` with all seconds times `pace`, latencies, starts and peaks included: whatever is priced by it takes
-    exactly that many times as long, so no plan is another for it."""
+
+def paced(value: T, pace: float) -> T:
+    """`value`, a profile, timed prices or a part of them, with all seconds times `pace` and all rates a second over it:
+    whatever is priced by it takes exactly that many times as long, so no plan is another for it."""
     assert pace > 0.0, pace
     if pace == 1.0:
-        return profile
-    return replace(
-        profile,
-        collective_launch_seconds=pace * profile.collective_launch_seconds,
-        links=tuple(_paced_link(link, pace) for link in profile.links),
-        collectives=tuple(replace(s, seconds=_times(s.seconds, pace)) for s in profile.collectives),
-        device=paced_device(profile.device, pace),
-        lateness=_lateness(profile.lateness, pace),
-    )
+        return value
+    if isinstance(value, tuple):
+        return tuple(paced(one, pace) for one in value)  # type: ignore[return-value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{f.name: _paced(f.name, getattr(value, f.name), pace) for f in fields(value)})
 
 
-def paced_times(timed: TimedPrices, pace: float) -> TimedPrices:
-    """`timed`, kernels and collectives, with all seconds times `pace`."""
-    collectives = tuple(replace(one, seconds=pace * one.seconds) for one in timed.collectives)
-    return replace(timed.kernels_times(pace), collectives=collectives)
-
-
-def _paced_link(link: LinkLevel, pace: float) -> LinkLevel:
+def _paced(name: str, held: Any, pace: float) -> Any:
+    """A field of that name."""
+    if held is None or not name.endswith(("seconds", "per_second")):
+        return paced(held, pace)
     # Rounding makes no measured time one that the peak forbids.
-    peak = link.peak_bytes_per_second / pace * (1.0 + 1e-9)
-    latency = pace * link.latency_seconds
-    return with_rates(link, lambda r: r / pace, latency_seconds=latency, peak_bytes_per_second=peak)
+    more = 1.0 + 1e-9 if name == "peak_bytes_per_second" else 1.0
+    change = (lambda x: pace * x) if name.endswith("seconds") else (lambda x: x / pace * more)
+    return tuple(map(change, held)) if isinstance(held, tuple) else change(held)
 
 
 def with_rates(link: LinkLevel, change: Callable[[float], float], **others: float) -> LinkLevel:
@@ -83,36 +74,6 @@ def with_rates(link: LinkLevel, change: Callable[[float], float], **others: floa
         reduced_bytes_per_second=None if reduced is None else change(reduced),
         **others,  # type: ignore[arg-type]
     )
-
-
-def paced_device(device: DeviceRates, pace: float) -> DeviceRates:
-    """`device` with all seconds times `pace`: kernels and the update."""
-    update = device.update
-    if update is not None:
-        update = UpdateRates(pace * update.launch_seconds, update.bytes_per_second / pace)
-    return replace(
-        device,
-        launch_seconds=pace * device.launch_seconds,
-        memory_bytes_per_second=device.memory_bytes_per_second / pace,
-        update=update,
-        **{kind: tuple(paced_rates(rates, pace) for rates in device.rates(kind)) for kind in KERNEL_KINDS},
-    )
-
-
-def paced_rates(rates: MatmulRates, pace: float) -> MatmulRates:
-    """`rates` of kernels that take `pace` times as long."""
-    return replace(rates, flops_per_second=tuple(rate / pace for rate in rates.flops_per_second))
-
-
-def _lateness(lateness: Lateness | None, pace: float) -> Lateness | None:
-    if lateness is None:
-        return None
-    behind, seconds = (_times(times, pace) for times in (lateness.computing_seconds, lateness.seconds))
-    return replace(lateness, computing_seconds=behind, seconds=seconds)
-
-
-def _times(values: Sequence[float], factor: float) -> tuple[float, ...]:
-    return tuple(factor * value for value in values)
 
 
 def scaled_link(profile: Profile, level: int, factor: float) -> Profile:
@@ -210,7 +171,7 @@ def corrected_profile(
         collective_launch_seconds=profile.collective_launch_seconds * by_level.get(0, 1.0),
         links=tuple(_slowed(link, by_level.get(i, 1.0)) for i, link in enumerate(profile.links)),
         collectives=tuple(samples.values()),
-        device=replace(paced_device(profile.device, compute_factor), update=profile.device.update),
+        device=replace(paced(profile.device, compute_factor), update=profile.device.update),
     )
 
 

@@ -35,6 +35,8 @@ from passes.ir.process_state import random_state_kept
 from passes.layout.layout import Span
 
 Slices = tuple[slice, ...]
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of samples."""
 
 
 @runtime_checkable
@@ -115,7 +117,7 @@ class _PartReader(Dataset[Any]):
 
     _read: Callable[[int], Any]
     _finish: Callable[[Any], Any]
-    _collate: Callable[[list[Any]], Any]
+    _collate: Collate
     _seed: int
 
     def __getitem__(self, part: BatchPart) -> Any:
@@ -123,7 +125,7 @@ class _PartReader(Dataset[Any]):
             read = [self._sample(index, part.epoch) for index in part.indices or (part.first,)]
             batch = self._collate(read)
         if not part.indices:
-            batch = _map_tensors(lambda tensor: tensor[:0], batch)
+            batch = pytree.tree_map_only(Tensor, lambda tensor: tensor[:0], batch)
         return self._finish(batch)
 
     def _sample(self, index: int, epoch: int) -> Any:
@@ -136,20 +138,14 @@ class _PartReader(Dataset[Any]):
 
 
 def _batch_reader(
-    dataset: Any,
-    placements: Any,
-    mesh: MeshSpec,
-    rank: int,
-    sizes: Sizes | None,
-    collate: Callable[[list[Any]], Any],
-    seed: int,
+    dataset: Any, placements: Any, mesh: MeshSpec, rank: int, order: Order, collate: Collate
 ) -> _PartReader:
     """Reads parts of samples where the dataset can. Raises ShardingError for placements that do not fit its
     `shapes`."""
     if not isinstance(dataset, PartialDataset):
         # The batch is cut, since only there every tensor has its final form.
-        finish = partial(_cut_batch, placements, mesh, rank, sizes)
-        return _PartReader(dataset.__getitem__, finish, collate, seed)
+        finish = partial(_cut_batch, placements, mesh, rank, order.sizes)
+        return _PartReader(dataset.__getitem__, finish, collate, order.seed)
     shapes, structure = pytree.tree_flatten(dataset.shapes, is_leaf=_is_shape)
     if not all(_is_shape(shape) for shape in shapes):
         raise ShardingError(
@@ -157,14 +153,14 @@ def _batch_reader(
             "  try: a tuple of lengths for each tensor of a sample, in a tuple or dict like the sample"
         )
     batch = pytree.tree_unflatten([torch.empty((1, *shape), device="meta") for shape in shapes], structure)
-    spans = inner_spans(placements, batch, mesh, rank, sizes)
+    spans = inner_spans(placements, batch, mesh, rank, order.sizes)
     slices = pytree.tree_unflatten([tuple(slice(*span) for span in part) for part in spans], structure)
-    return _PartReader(partial(_read_part, dataset, slices), _as_it_is, collate, seed)
+    return _PartReader(partial(_read_part, dataset, slices), _as_it_is, collate, order.seed)
 
 
 def _cut_batch(placements: Any, mesh: MeshSpec, rank: int, sizes: Sizes | None, batch: Any) -> Any:
     spans = iter(inner_spans(placements, batch, mesh, rank, sizes))
-    return _map_tensors(lambda tensor: _cut(tensor, next(spans)), batch)
+    return pytree.tree_map_only(Tensor, lambda tensor: _cut(tensor, next(spans)), batch)
 
 
 def _read_part(dataset: PartialDataset, slices: Any, index: int) -> Any:
@@ -177,10 +173,6 @@ def _as_it_is(batch: Any) -> Any:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(length, int) for length in value)
-
-
-def _map_tensors(fn: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _cut(tensor: Tensor, spans: tuple[Span, ...]) -> Tensor:
@@ -203,7 +195,7 @@ def data_loader(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
-    collate_fn: Callable[[list[Any]], Any] = default_collate,
+    collate_fn: Collate = default_collate,
     **options: Any,
 ) -> PartLoader:
     """A DataLoader whose batches are this rank's part of the global ones: what a model made with
@@ -262,7 +254,7 @@ def rank_loader(
     rank: int,
     placements: Any,
     order: Order,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Collate = default_collate,
     options: Mapping[str, Any] | None = None,
 ) -> PartLoader:
     """The loader of one rank, without asking the others. Raises ShardingError as `data_loader` does."""
@@ -272,7 +264,7 @@ def rank_loader(
     index, how = mesh.linear_index(rank, axes), (order.shuffle, order.seed, order.drop_last)
     sampler = PartSampler(_length(dataset), split, index, *how)
     _check_batches(sampler)
-    reader = _batch_reader(dataset, placements, mesh, rank, order.sizes, collate, order.seed)
+    reader = _batch_reader(dataset, placements, mesh, rank, order, collate)
     try:
         return PartLoader(reader, sampler, options or {})
     except (TypeError, ValueError, AssertionError) as error:

@@ -25,7 +25,7 @@ from autoshard.plan.why_not import PlanQuestions
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import spans_of
-from passes.plan.planned_graph import NodeRecord, ResultRecord
+from passes.plan.planned_graph import ResultRecord
 from passes.predict.prediction import KINDS, TimelinePart
 from passes.stages.pipeline_orders import PipelineTimeline
 
@@ -92,10 +92,6 @@ class _Stage:
         return {twin: i for i, (name, twins) in numbered for twin in twins or [name]}
 
     @cached_property
-    def records(self) -> dict[str, NodeRecord]:
-        return {record.name: record for record in self.plan.records}
-
-    @cached_property
     def readers(self) -> dict[tuple[int, ...], int]:
         """Turn -> the folded node that reads first what comes in it."""
         found: dict[tuple[int, ...], int] = {}
@@ -122,7 +118,7 @@ class _Stage:
         }
 
     def _node(self, name: str, data: Mapping[str, Any]) -> Json:
-        record = self.records[name]
+        record = self.plan.planned.by_name[name]
         said = {key: data[key] for key in ("label", "kind", "module", "phase", "seconds", "source")}
         results = [self._layout(result) for result in record.results]
         more = {"repeat": data["repeat"]} if "repeat" in data else {}
@@ -163,7 +159,8 @@ class _Stage:
     def _spans(self, part: TimelinePart) -> Json:
         at = lambda name: self.place.get(name, -1)
         place = lambda name: self.modules.setdefault(name, len(self.modules))
-        module = lambda name: place(self.records[name].module if name in self.records else "")
+        known = self.plan.planned.by_name
+        module = lambda name: place(known[name].module if name in known else "")
         micro = lambda seconds: round(1e6 * seconds, 3)
         kernels = [[at(k.of), module(k.of), k.phase[0], micro(k.start), micro(k.end)] for k in part.kernels]
         moved = [

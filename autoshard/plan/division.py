@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +12,10 @@ from autoshard.plan.plan_cache import Candidate, by_prediction, cached_candidate
 from autoshard.plan.plan_stages import check_stages, plan_stages
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError, ShardingError, reject
+from cost_model.errors import InfeasibleError, ShardingError, log, reject
 from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
-
-_log = logging.getLogger("autoshard")
 
 
 def checked_stages(stages: object, mesh: MeshSpec) -> str | None:
@@ -76,7 +73,7 @@ class Division:
     def _fastest(self, task: Task, deadline: Deadline, search: Search) -> Plan:
         if self.stages != "auto":
             if self.stages is not None and self.micro_batches == 1 and trains(task.joint):
-                _log.warning(
+                log.warning(
                     "stages=%r with micro_batches=1: one stage computes at a time\n"
                     "  try: micro_batches='auto', or twice the number of stages",
                     self.stages,

@@ -232,10 +232,6 @@ class _Gradient:
     last: OperandRecord
 
     @cached_property
-    def records(self) -> dict[str, NodeRecord]:
-        return {record.name: record for record in self.plan.records}
-
-    @cached_property
     def readers(self) -> Counter[str]:
         return Counter(read.source for record in self.plan.records for read in record.operands)
 
@@ -243,15 +239,15 @@ class _Gradient:
         reads = list(self.on_the_way(self.last))
         for read in [read for read in reversed(reads) if read.transfers] or [self.last]:
             yield f"    gradient %{read.source}: {self.value(read)}, {self.how(read)}"
-        yield f"      {self.why([read for read in reads if not self.carries(self.records[read.source])])}"
+        yield f"      {self.why([read for read in reads if not self.carries(self.plan.planned.by_name[read.source])])}"
 
     def value(self, read: OperandRecord) -> ResultRecord:
-        return self.records[read.source].results[read.result]
+        return self.plan.planned.by_name[read.source].results[read.result]
 
     def on_the_way(self, read: OperandRecord) -> Iterator[OperandRecord]:
         """From the graph's end back to what computes the gradient."""
         yield read
-        source = self.records[read.source]
+        source = self.plan.planned.by_name[read.source]
         if self.carries(source):
             for operand in source.operands:
                 yield from self.on_the_way(operand)
@@ -303,7 +299,7 @@ class _Gradient:
 
     def makers(self, read: OperandRecord, axis: str, seen: set[str]) -> Iterator[str]:
         """The ops, not yet `seen`, that began the sum that is pending over `axis` in what is read."""
-        source = self.records[read.source]
+        source = self.plan.planned.by_name[read.source]
         if source.name in seen or not _is_pending(self.value(read).layout, axis):
             return
         seen.add(source.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -62,46 +63,34 @@ class _Wishes:
     mesh: MeshSpec
 
     def all(self) -> Iterator[tuple[str, _Wish]]:
-        reads = list(_reads(self.joint))
-        split, experts = self._splittable(reads), self._experts(reads)
         for axis, role in self.family.roles(self.mesh):
             if role == "experts":
-                yield from self._by_expert(axis, reads, experts)
+                yield from self._by_expert(axis)
             elif role == "sequence":
                 yield from self._residual(axis, True)
             else:
-                but = experts if (axis, "experts") in self.family.by_axis else frozenset()
-                yield from self._of_weights(axis, role, reads, split, but)
+                yield from self._of_weights(axis, role)
 
-    def _of_weights(
-        self,
-        axis: str,
-        role: Role,
-        reads: Iterable[_Read],
-        split: Collection[fx.Node],
-        but: Collection[fx.Node],
-    ) -> Iterator[tuple[str, _Wish]]:
+    def _of_weights(self, axis: str, role: Role) -> Iterator[tuple[str, _Wish]]:
+        but = self._experts if (axis, "experts") in self.family.by_axis else frozenset[fx.Node]()
         for parameter in (one for one in self.joint.given_as("param") if one not in but):
             if role != "used":
                 yield parameter.name, _stored(axis, role)
-            elif parameter in split:
+            elif parameter in self._splittable:
                 yield parameter.name, self._held(axis, parameter)
-        for read in (one for one in reads if one.parameter not in but):
+        for read in (one for one in self._reads if one.parameter not in but):
             if role != "used":
                 yield read.reader.name, _read_whole(axis, read.position)
-            elif read.by_product and read.parameter in split:
+            elif read.by_product and read.parameter in self._splittable:
                 yield read.reader.name, self._read_split(axis, read)
         if role == "used" and self.family.residual is not None:
             yield from self._residual(axis, self.family.residual)
 
-    @staticmethod
-    def _by_expert(
-        axis: str, reads: Iterable[_Read], experts: frozenset[fx.Node]
-    ) -> Iterator[tuple[str, _Wish]]:
-        for parameter in experts:
+    def _by_expert(self, axis: str) -> Iterator[tuple[str, _Wish]]:
+        for parameter in self._experts:
             yield parameter.name, lambda strategy: _splits(strategy.results[0], axis, [0])
-        for read in reads:
-            if read.reader.target in ROUTED and read.parameter in experts:
+        for read in self._reads:
+            if read.reader.target in ROUTED and read.parameter in self._experts:
                 position = read.position
                 yield (
                     read.reader.name,
@@ -110,27 +99,34 @@ class _Wishes:
 
     def still(self) -> dict[tuple[str, int], frozenset[str]]:
         """Every read on the way from a weight to the products that read it split: it stays where it is."""
-        roles, reads = self.family.roles(self.mesh), list(_reads(self.joint))
+        roles, experts = self.family.roles(self.mesh), self._experts
         by_expert = frozenset(axis for axis, role in roles if role == "experts")
         used = frozenset(axis for axis, role in roles if role == "used")
-        split, experts = self._splittable(reads), self._experts(reads)
-        axes = {node: used - by_expert if node in experts else used for node in split}
+        axes = {node: used - by_expert if node in experts else used for node in self._splittable}
         axes |= {node: axes.get(node, frozenset()) | by_expert for node in experts}
         passed = {node.name: of for node, of in _passed_on(self.joint).items() if node is not of}
         found = {(name, 0): axes[of] for name, of in passed.items() if axes.get(of)}
-        ends = [read for read in reads if read.by_product and axes.get(read.parameter)]
+        ends = [read for read in self._reads if read.by_product and axes.get(read.parameter)]
         return found | {(read.reader.name, read.position): axes[read.parameter] for read in ends}
 
-    def _experts(self, reads: Iterable[_Read]) -> frozenset[fx.Node]:
+    @cached_property
+    def _reads(self) -> list[_Read]:
+        return list(_reads(self.joint))
+
+    @cached_property
+    def _experts(self) -> frozenset[fx.Node]:
         """Weights of experts, of which "experts" speaks. InfeasibleError if there are none."""
-        found = _expert_weights(reads)
+        found = _expert_weights(self._reads)
         if not found and any(role == "experts" for _, role in self.family.roles(self.mesh)):
             raise InfeasibleError("the model has no products with experts\n  try: another family")
         return found
 
-    def _splittable(self, reads: Iterable[_Read]) -> set[fx.Node]:
+    @cached_property
+    def _splittable(self) -> set[fx.Node]:
         """Parameters of which "used" speaks. InfeasibleError if there are none."""
-        found = {read.parameter for read in reads if read.by_product and node_value(read.parameter).ndim > 1}
+        found = {
+            read.parameter for read in self._reads if read.by_product and node_value(read.parameter).ndim > 1
+        }
         if self.family.vocabulary:
             found = {parameter for parameter in found if self._words(parameter)}
         if not found and any(role == "used" for _, role in self.family.roles(self.mesh)):

@@ -11,7 +11,7 @@ from cost_model.collectives import BucketedPrices, CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.memory import ADAMW, Axes, Optimizer, reserve_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile, paced_profile, paced_times, scaled_link, with_timed_collectives
+from cost_model.profile import Profile, paced, scaled_link, with_timed_collectives
 from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment
@@ -168,9 +168,9 @@ def prices_of(
     links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there.
     pace: how many times as long all of it takes in the midst of a step (`autoshard.plan.derived_plans`)."""
     placed = links or mesh
-    profile = paced_profile(profile, pace)
+    profile = paced(profile, pace)
     if timed is not None:
-        timed = paced_times(timed, pace)
+        timed = paced(timed, pace)
         profile = with_timed_collectives(profile, placed, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
     collectives = CollectivePrices(profile, placed)

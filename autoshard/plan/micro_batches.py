@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TypeVar
 
 from autoshard.plan.plan import Plan
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, log
 from passes.capture import Captured
 from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.cut_head import cut_head, may_have_head
@@ -98,8 +97,6 @@ def doubled(count: int, most: int) -> Iterator[int]:
         count *= 2
 
 
-_log = logging.getLogger("autoshard")
-
 _COUNTS = (4, 16)
 """Pieces of a head. Few more take little longer, and every search for one that does not fit takes its time."""
 
@@ -153,7 +150,7 @@ def fitting(
             found = planned(cut, deadline)
         except InfeasibleError:
             continue
-        _log.info("plan: head and loss in %d pieces, as they do not fit whole", cut.joint.head_pieces)
+        log.info("plan: head and loss in %d pieces, as they do not fit whole", cut.joint.head_pieces)
         return found
     raise reason
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
 from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.task import Task
-from cost_model.errors import InfeasibleError, PlanError, reject
+from cost_model.errors import InfeasibleError, PlanError, log, reject
 from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
@@ -34,8 +33,6 @@ Capture = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured]
 """Captures a call of the model, canonical, as the first was captured: with gradients, autocast and device as then."""
 Ends = Callable[[Captured, Mapping[int, Layout]], CallLayouts]
 """Of a captured call, given the layouts of its inputs."""
-_log = logging.getLogger("autoshard")
-
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -177,7 +174,7 @@ def fitting_larger(task: Task, plan: Plan, search: Callable[[Task], Plan]) -> Pl
     others = task.sizes
     assert others is not None
     said = _said(others.largest)
-    _log.info("plan: the fastest does not fit %s; searched there", said)
+    log.info("plan: the fastest does not fit %s; searched there", said)
     try:
         found = search(others.task(task, others.largest))
     except InfeasibleError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.why_not import is_of_family
 from cost_model.cache_files import cache_folder, code_fingerprint, keep_file
 from cost_model.deadline import Deadline
-from cost_model.errors import AutoshardError, InfeasibleError, PlanError, read_json
+from cost_model.errors import AutoshardError, InfeasibleError, PlanError, log, read_json
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.states.offers import users_choice
@@ -126,8 +125,6 @@ def _moves(plan: Plan) -> list[tuple[object, ...]]:
     return [(c.phase, c.name, c.axes, c.nbytes, c.value) for c in plan.collectives]
 
 
-_log = logging.getLogger("autoshard")
-
 _EARLY = 0.2
 """Share of the time limit before which it has cut no part of a search short."""
 
@@ -190,9 +187,9 @@ def _kept(path: Path, task: Task) -> list[Candidate]:
             again = replace(task, pace=task.pace * pace_of(plan.rehearsed)).again()
             kept.append(Candidate(str(name), replace(plan, again=again)))
     except (AutoshardError, TypeError, ValueError) as error:
-        _log.warning("searching again: the cached plan cannot be used: %s", error)
+        log.warning("searching again: the cached plan cannot be used: %s", error)
         return []
-    _log.info("plan: found before, read from %s", path)
+    log.info("plan: found before, read from %s", path)
     return kept
 
 

@@ -12,7 +12,6 @@ from torch import fx
 from torch.distributed.tensor import Placement
 
 from autoshard.plan.judged import Judged
-from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError, reject
 from cost_model.mesh import MeshSpec
@@ -26,7 +25,6 @@ from passes.plan.planned_graph import NodeRecord
 from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Boundary
 from passes.states.compute_again import compute_again, copies_in
-from passes.strategies.prices import Prices
 
 Constraints = Mapping[str, Sequence[Placement] | Mapping[str, Placement]]
 """Parameter name or shell pattern -> one placement per mesh axis, or {axis name: placement}."""
@@ -53,24 +51,13 @@ def resolve_pins(
         if not matched:
             raise ShardingError(_no_match(pattern, parameters))
         for name in matched:
-            pins[name] = _pin(name, pattern, placements, parameters[name], mesh)
+            what = f"parameter {name}" + ("" if name == pattern else f" (constraints[{pattern!r}])")
+            pins[name] = pinned_layout(placements, tuple(parameters[name].shape), mesh, what)
+            if pins[name].partial:
+                raise ShardingError(
+                    f"{what} is pinned Partial; a parameter is split or replicated\n  try: Shard or Replicate()"
+                )
     return pins
-
-
-def _pin(
-    name: str,
-    pattern: str,
-    placements: Sequence[Placement] | Mapping[str, Placement],
-    value: torch.Tensor,
-    mesh: MeshSpec,
-) -> Layout:
-    what = f"parameter {name}" + ("" if name == pattern else f" (constraints[{pattern!r}])")
-    layout = pinned_layout(placements, tuple(value.shape), mesh, what)
-    if layout.partial:
-        raise ShardingError(
-            f"{what} is pinned Partial; a parameter is split or replicated\n  try: Shard or Replicate()"
-        )
-    return layout
 
 
 def pinned_layout(placements: Any, shape: tuple[int, ...], mesh: MeshSpec, what: str) -> Layout:
@@ -165,48 +152,21 @@ class CallLayouts:
         return replace(self, outputs={**self.outputs, **free}, free=frozenset())
 
 
-def program_fields(
-    joint: JointGraph,
-    judged: Judged,
-    captured: Captured,
-    inputs: Mapping[int, Layout],
-    boundary: Callable[[JointGraph], Boundary],
-    time_limit: float,
-) -> dict[str, Any]:
-    """Of a plan, by name: all that its layouts say of its program. joint: with what runs again. inputs: as the call has
-    them. boundary, time_limit: as of `_other_sizes`."""
-    assignment, prices, memory = judged.planned.layouts, judged.prices, judged.memory
-    return {
-        "records": judged.planned.nodes,
-        "parameter_layouts": parameter_layouts(joint, assignment, captured),
-        "inputs": inputs,
-        "outputs": output_layouts(joint, assignment),
-        "other_sizes": _other_sizes(joint, assignment, prices, boundary, time_limit),
-        "memory": None if memory is None else MemoryTimeline.of(memory),
-        "ran": judged.timeline,
-    }
-
-
-def _other_sizes(
-    joint: JointGraph,
-    assignment: Assignment,
-    prices: Prices,
-    boundary: Callable[[JointGraph], Boundary],
-    time_limit: float,
+def pieces_of_other_sizes(
+    joint: JointGraph, judged: Judged, boundary: Callable[[JointGraph], Boundary], deadline: Deadline
 ) -> tuple[tuple[NodeRecord, ...], ...]:
     """Per size of pieces besides the first's, in order, the plan of the step with one of that size.
 
-    assignment: of the first, whose ops that run again do so in all. time_limit: seconds. Raises InfeasibleError where
-    its ends do not fit, and OutOfTime.
+    judged: of the first, whose ops that run again do so in all. Raises InfeasibleError where its ends do not fit, and
+    OutOfTime.
     """
-    deadline = Deadline.after(time_limit)
     found: list[tuple[NodeRecord, ...]] = []
     again = copies_in(joint)
     graphs = joint, *joint.others
     for place in sorted(set(first_of_each_size(graphs)))[1:]:
         graph = compute_again(graphs[place], again)
-        like = layouts_like(assignment, graph)
-        asked = Sought(graph, prices, boundary(graph), narrowing=like)
+        like = layouts_like(judged.planned.layouts, graph)
+        asked = Sought(graph, judged.prices, boundary(graph), narrowing=like)
         held = find_assignment(asked, deadline).assignment
-        found.append(decide(graph, held, prices).nodes)
+        found.append(decide(graph, held, judged.prices).nodes)
     return tuple(found)

@@ -47,7 +47,6 @@ def plan_graph(planned: PlannedGraph, mesh: MeshSpec, memory: MemoryTimeline | N
     read the value itself, through its transfers.
     """
     records = planned.nodes
-    by_name = {record.name: record for record in records}
     buckets = _buckets(records)
     skipped = _transparent_uses(records)
     reader_module = {o.source: record.module for record in reversed(records) for o in record.operands}
@@ -59,7 +58,7 @@ def plan_graph(planned: PlannedGraph, mesh: MeshSpec, memory: MemoryTimeline | N
     reads: dict[tuple[str, str], list[_Read]] = {}  # the same value may be read twice, perhaps in two layouts
     for record in records:
         for operand in () if record.name in skipped else record.operands:
-            source, moved = _through_uses(operand, by_name, skipped, buckets)
+            source, moved = _through_uses(operand, planned.by_name, skipped, buckets)
             reads.setdefault((source, record.name), []).append((str(operand.layout), moved))
     for (source, reader), found in reads.items():
         graph.add_edge(source, reader, **_edge_attributes(found))

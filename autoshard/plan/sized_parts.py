@@ -135,11 +135,10 @@ def in_symbols(planned: PlannedGraph, joint: JointGraph, mesh: MeshSpec) -> tupl
     """The records of a plan at sizes that the symbols of `joint` count as: every layout follows again from how its op
     is split, and from what is read of its results. SizesLost where it does not."""
     records, joint = planned.nodes, compute_again(joint, planned.again)
-    known = {record.name: record for record in records}
     read: defaultdict[Place, list[Pair]] = defaultdict(list)
     found: dict[str, NodeLayouts] = {}
     for node in reversed(joint.graph.nodes):
-        if (record := known.get(node.name)) is None:
+        if (record := planned.by_name.get(node.name)) is None:
             continue
         layouts = found[node.name] = _layouts(node, record, read, mesh)
         for place, pair in zip(

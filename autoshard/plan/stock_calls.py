@@ -13,7 +13,7 @@ from typing import Literal
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_summary import MOST, SOME, AxisUses, axis_uses, axis_words
 from autoshard.plan.plan_words import made_of_parameters
-from passes.plan.planned_graph import NodeRecord
+from passes.plan.planned_graph import NodeRecord, PlannedGraph
 
 _PRODUCTS = ("contract", "routed_mm", "aten.convolution")
 Kind = Literal["linear", "embedding", "other"]
@@ -50,31 +50,29 @@ class TensorStyles:
 
 @dataclass(frozen=True)
 class Styled:
-    """records: of a plan's only graph."""
+    """planned: a plan's only graph."""
 
-    records: Sequence[NodeRecord]
+    planned: PlannedGraph
     axis: str
 
     @cached_property
-    def of(self) -> Mapping[str, NodeRecord]:
-        return {record.name: record for record in self.records}
-
-    @cached_property
     def made(self) -> set[str]:
-        return made_of_parameters(self.records)
+        return made_of_parameters(self.planned.nodes)
 
     @cached_property
     def readers(self) -> Mapping[str, list[NodeRecord]]:
         """Of the forward."""
         found: dict[str, list[NodeRecord]] = defaultdict(list)
-        for record in self.records:
+        for record in self.planned.nodes:
             for source in {operand.source for operand in record.operands if record.phase == "forward"}:
                 found[source].append(record)
         return found
 
     @cached_property
     def weights(self) -> list[Weight]:
-        return [weight for record in self.records if record.op == "param" for weight in self._read(record)]
+        return [
+            weight for record in self.planned.nodes if record.op == "param" for weight in self._read(record)
+        ]
 
     def _read(self, parameter: NodeRecord) -> Iterator[Weight]:
         """Once by each op that is more than a cast or a view of it."""
@@ -87,7 +85,7 @@ class Styled:
                 elif reader.name not in seen:
                     seen.add(reader.name)
                     place = next(i for i, operand in enumerate(reader.operands) if operand.source == name)
-                    straight = self.of[name].results[0].shape == parameter.results[0].shape
+                    straight = self.planned.by_name[name].results[0].shape == parameter.results[0].shape
                     kind = _kind(reader, place, len(parameter.results[0].shape)) if straight else "other"
                     dim = reader.operands[place].layout.dim_of(self.axis)
                     yield Weight(parameter.parameter, kind, dim, reader.name)
@@ -104,8 +102,9 @@ class Styled:
         rows = {weight.reader: weight.module for weight in linears if weight.dim == 1}
         columns = {weight.module: self._reached(weight.reader, rows) for weight in linears if weight.dim == 0}
         parts = set[str]().union(*(reached for reached in columns.values() if reached is not None))
+        readers = self.planned.by_name
         problems = [
-            f"{weight.name}, read whole by what a rank has of {self.of[weight.reader].module or 'the model'}"
+            f"{weight.name}, read whole by what a rank has of {readers[weight.reader].module or 'the model'}"
             for weight in self.weights
             if weight.reader in parts and weight.module not in columns and weight.reader not in rows
         ]
@@ -115,7 +114,7 @@ class Styled:
         whole = [
             weight.module
             for weight in self.weights
-            if self.of[weight.reader].op in _PRODUCTS
+            if readers[weight.reader].op in _PRODUCTS
             and gathered.get(weight.module, True)
             and not in_parts.get(weight.module)
         ]
@@ -138,7 +137,7 @@ class Styled:
         found, left = {start}, [start]
         while left:
             name = left.pop()
-            layout = self.of[name].results[0].layout
+            layout = self.planned.by_name[name].results[0].layout
             for reader in self.readers[name]:
                 read = [one.layout for one in reader.operands if one.source == name]
                 if (
@@ -152,7 +151,9 @@ class Styled:
         return found if found & rows.keys() else None
 
     def _activation(self, reader: str) -> str:
-        return next(one.source for one in self.of[reader].operands if one.source not in self.made)
+        return next(
+            one.source for one in self.planned.by_name[reader].operands if one.source not in self.made
+        )
 
 
 def _kind(reader: NodeRecord, place: int, ndim: int) -> Kind:
@@ -184,7 +185,7 @@ class StockCalls:
 
     @cached_property
     def styles(self) -> TensorStyles:
-        return TensorStyles() if self.tensor is None else Styled(self.plan.records, self.tensor).styles()
+        return TensorStyles() if self.tensor is None else Styled(self.plan.planned, self.tensor).styles()
 
     @cached_property
     def data(self) -> dict[str, bool]:

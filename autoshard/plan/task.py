@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -32,14 +31,16 @@ from autoshard.plan.plan_ends import (
     CallLayouts,
     by_first_name,
     output_layouts,
+    parameter_layouts,
     parameter_shapes,
-    program_fields,
+    pieces_of_other_sizes,
     resolve_pins,
 )
+from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.search_with_states import FAR, KnownWholes, StatesWithin, WholeTask
 from autoshard.plan.why_not import variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime, Watch
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, log
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -59,8 +60,6 @@ from passes.search.search_terms import COLD, Boundary, Narrowing, SearchStart, b
 from passes.states.compute_again import compute_again
 from passes.states.offers import users_choice
 from passes.strategies.prices import Prices
-
-_log = logging.getLogger("autoshard")
 
 _AT_ONCE = SearchStart(gap=0.05, together=True), SearchStart(gap=0.05)
 """Where no plan was found in time: searches of a first one, of one axis both alike."""
@@ -149,11 +148,20 @@ class Task:
         return judged(*program_as_in(plan, self.joint, self.prices)).seconds
 
     def program_fields(self, joint: JointGraph, judged: Judged) -> dict[str, Any]:
-        """Of a plan of the task. joint: with what runs again. What a stage sends of a smaller piece is laid out as of
-        the first."""
+        """Of a plan of the task, by name: all that its layouts say of its program. joint: with what runs again. What a
+        stage sends of a smaller piece is laid out as of the first."""
         settled = self.call.settled(output_layouts(self.joint, judged.planned.layouts))
         boundary = lambda graph: self._boundary(graph, settled)
-        return program_fields(joint, judged, self.captured, self.call.inputs, boundary, self.time_limit)
+        assignment, memory = judged.planned.layouts, judged.memory
+        return {
+            "records": judged.planned.nodes,
+            "parameter_layouts": parameter_layouts(joint, assignment, self.captured),
+            "inputs": self.call.inputs,
+            "outputs": output_layouts(joint, assignment),
+            "other_sizes": pieces_of_other_sizes(joint, judged, boundary, Deadline.after(self.time_limit)),
+            "memory": None if memory is None else MemoryTimeline.of(memory),
+            "ran": judged.timeline,
+        }
 
     def judged(self, assignment: Assignment) -> Judged:
         """Lowered and put on the timeline."""
@@ -267,7 +275,7 @@ def search_plans(
         asked = Asked(*given, beside, task.links)
         raise told(reason, asked, best.judged.values(), list(map(best.of, within_limit.anyway))) from None
     if found.joined:
-        _log.info("plan: axes searched together: %s", joined_text(found.joined))
+        log.info("plan: axes searched together: %s", joined_text(found.joined))
     return [best.plan(one) for one in (found, *itertools.islice(filter(best.fits, found.rivals), most - 1))]
 
 

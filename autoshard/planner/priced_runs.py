@@ -25,8 +25,12 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
-from autoshard.planner.configuration import Configuration, Recompute, configured_narrowing
-from autoshard.planner.recomputing import recomputing_options
+from autoshard.planner.configuration import (
+    Configuration,
+    Recompute,
+    configured_narrowing,
+    recomputing_options,
+)
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError

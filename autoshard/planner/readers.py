@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.planner.configuration import RECOMPUTE, Configuration, Recompute
-from autoshard.planner.recomputing import MODULES, modules_again
+from autoshard.planner.configuration import MODULES, RECOMPUTE, Configuration, Recompute, modules_again
 from cost_model.errors import ShardingError
 from passes.ir.routing import BALANCED, Routing
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.cache_files import cache_folder, keep_file
-from cost_model.errors import ProfileError
+from cost_model.errors import ProfileError, log
 from cost_model.measure.peers import collective_backend, device_name, host_name
 from cost_model.measure.sampling import by_device
 from cost_model.mesh import MeshSpec
@@ -34,8 +33,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 STARTUP_SECONDS = 4.0
 LARGEST_NBYTES = {"cpu": 2**24, "cuda": 2**28}
 _TIMEOUT = timedelta(minutes=5)
-
-_log = logging.getLogger("autoshard")
 
 
 def nominal_profile(device_type: str) -> Profile:
@@ -67,7 +64,7 @@ def startup_profile(mesh: DeviceMesh) -> Profile:
         attend=attend,
     )
     if mesh.get_rank() == 0 and keep_file(path, profile.to_json(), "profile: measured, but not cached"):
-        _log.info("profile: %s, measured at start-up and cached in %s", profile, path)
+        log.info("profile: %s, measured at start-up and cached in %s", profile, path)
     return profile
 
 
@@ -105,7 +102,7 @@ def _read(path: Path) -> Profile | None:
     try:
         profile = Profile.load(path)
     except ProfileError as error:
-        _log.warning("measuring again: the cached profile cannot be used: %s", error)
+        log.warning("measuring again: the cached profile cannot be used: %s", error)
         return None
-    _log.info("profile: %s, cached in %s", profile, path)
+    log.info("profile: %s, cached in %s", profile, path)
     return profile

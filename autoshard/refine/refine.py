@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -22,15 +21,13 @@ from autoshard.refine.time_work import TimedStore, store_of, time_work
 from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
 from autoshard.watching.agreement import from_first
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, log
 from cost_model.measure.peers import collective_backend, local_device
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.compile.single_kernel import start_compiler
-
-_log = logging.getLogger("autoshard")
 
 _Next = tuple[tuple[Case, ...], float]
 """Cases to time next, and for how many seconds."""
@@ -96,10 +93,10 @@ class DividedRounds:
         try:
             self.plan = self._planned(self._task.within(max(self._deadline.left, self._planning_seconds)))
         except InfeasibleError as error:  # it was not before: there was no time for it
-            _log.debug("refine: %s", error)
+            log.debug("refine: %s", error)
         self._done = _decided(self.plan) == _decided(before)
         steps = f"{format_seconds(before.step_time)} -> {format_seconds(self.plan.step_time)}"
-        _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
+        log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
 
     def keep(self, plan: Plan) -> None:
         """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
@@ -195,7 +192,7 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
     while cases:
         begun = time.monotonic()
         times = time_work(mesh, cases, seconds, backend=task.backend)
-        _log.info(
+        log.info(
             "refine: %d kernels and %d collectives timed in %.1f s",
             len(times.kernels),
             len(times.collectives),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,13 +16,11 @@ from autoshard.plan.task import Task, search_plan
 from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, log
 from cost_model.memory import format_seconds
 from cost_model.timed import TimedPrices
 from passes.layout.layout import Assignment
 from passes.search.search_terms import COLD, Narrowing, SearchStart
-
-_log = logging.getLogger("autoshard")
 
 Budget = Callable[[float, float, int, str], float]
 
@@ -138,7 +135,7 @@ class Rounds:
             self.plan = cached_plan(task, lambda: self._searched(task, deadline, near))
             self._found.append(self.plan)
         except InfeasibleError as error:  # it was not before: there was no time for it
-            _log.debug("refine: %s", error)
+            log.debug("refine: %s", error)
 
     def _proven(self, rough: Plan) -> Plan:
         """`rough`, or a better one, proven: it is the last."""
@@ -204,7 +201,7 @@ class Rounds:
         self.plan = self._priced_now(best, task)
         self._confirmed = self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds
         self.keep(self.plan)
-        _log.info("refine: %s", self._said())
+        log.info("refine: %s", self._said())
 
     def _chosen(self, task: Task) -> tuple[float, Plan]:
         """The fastest of the plans found under the prices of now, and its cautious seconds."""

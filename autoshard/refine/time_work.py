@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import keep_file
-from cost_model.errors import ProfileError, read_json
+from cost_model.errors import ProfileError, log, read_json
 from cost_model.groups import group_shape
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
@@ -39,13 +38,10 @@ from passes.compile.single_kernel import (
     COLD_NBYTES,
     compile_group,
     keep_freed_memory,
-    repeated_group,
     repeated_kernel,
     start_compiler,
 )
 from passes.predict.step_work import CollectiveCase, KernelCase
-
-_log = logging.getLogger("autoshard")
 
 _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
 """Seconds of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
@@ -99,7 +95,7 @@ class Timing:
 
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> None:
         keep_freed_memory(self.bench.device)
-        groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
+        groups = [case for case in cases if isinstance(case, KernelCase) and case.fused]
         hosts: list[str] = []
         if groups:
             hosts = self.bench.peers.everyones(host_name())
@@ -117,7 +113,7 @@ class Timing:
         try:
             self._add(case)
         except (ProfileError, _Noisy) as error:  # on all ranks alike
-            _log.debug("not timed: %s", error)
+            log.debug("not timed: %s", error)
 
     def _compiled_ahead(self, groups: list[KernelCase], hosts: Sequence[str]) -> list[KernelCase]:
         """Those that are left when the first few are compiled, each by one rank of a host. hosts: of the ranks."""
@@ -129,7 +125,7 @@ class Timing:
             try:
                 compile_group(group, self.bench.device, self.backend)
             except Exception as error:  # it will be said of all ranks together
-                _log.debug("refine: %s: %s", group.op, error)
+                log.debug("refine: %s: %s", group.op, error)
         self.bench.peers.barrier()
         return groups[count:]
 
@@ -144,10 +140,7 @@ class Timing:
         calls = _calls(case)
 
         def prepare(_: int) -> object:
-            if case.group:
-                run = repeated_group(case, calls, self.bench.device, self.backend, self.pool)
-            else:
-                run = repeated_kernel(case, calls, self.bench.device, self.pool)
+            run = repeated_kernel(case, calls, self.bench.device, self.backend, self.pool)
             run()  # what it refuses, it refuses here: on one rank alone it must not be while others wait
             return run
 
@@ -208,7 +201,7 @@ class TimedStore:
         try:
             found = msgspec.convert(read_json(self.path, "file of timed prices", ProfileError), _File)
         except (ProfileError, msgspec.ValidationError, RecursionError) as error:
-            _log.warning("refine: timing again: %s cannot be used: %s", self.path, error)
+            log.warning("refine: timing again: %s cannot be used: %s", self.path, error)
             return TimedPrices()
         return found.timed if found.made_with == json.loads(json.dumps(self.key)) else TimedPrices()
 

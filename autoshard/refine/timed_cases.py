@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
@@ -11,6 +10,7 @@ from autoshard.plan.families import Family
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.task import Task
+from cost_model.errors import log
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
@@ -73,8 +73,6 @@ def _one_by_one(known: Iterable[CollectiveCase]) -> Iterator[CollectiveCase]:
 
 Case = KernelCase | CollectiveCase
 
-_log = logging.getLogger("autoshard")
-
 AGAIN = 3
 """Kernels that are known and timed again: by them what was timed before is compared with what is timed now."""
 
@@ -132,7 +130,7 @@ def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
     new = (case for case in kernels if case.seconds >= worth and case.key not in known)
     untimed = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes) != "timed"
     longest = sorted(kernels, key=lambda case: -case.seconds)
-    again = {case.key: case for case in longest if case.key in known and not case.group}
+    again = {case.key: case for case in longest if case.key in known and not case.fused}
     unknown = sorted([*new, *filter(untimed, collectives)], key=lambda case: -case.seconds)
     instead = filter(untimed, other_ways(collectives, mesh))
     return Cases(unknown, tuple(again.values())[:AGAIN], tuple(instead))
@@ -151,7 +149,7 @@ def with_times(before: TimedPrices, times: TimedPrices) -> TimedPrices:
     takes as much longer as what was timed again: a search compares the one with the other."""
     change = before.change_to(times)
     if change != 1.0:
-        _log.info("refine: kernels take %.2f times as long as when they were timed before", change)
+        log.info("refine: kernels take %.2f times as long as when they were timed before", change)
         before = before.kernels_times(change)
     return before.joined(times)
 

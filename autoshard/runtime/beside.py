@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -21,12 +20,11 @@ from autoshard.refine.refine import ToTime
 from autoshard.refine.time_work import Timing, timing
 from autoshard.runtime.executable import Home
 from autoshard.runtime.process_groups import local_device
+from cost_model.errors import log
 from cost_model.timed import TimedPrices
 from passes.compile.single_kernel import compile_group
 from passes.ir.torch_inductor import compiles_in_child
 from passes.predict.step_work import KernelCase
-
-_log = logging.getLogger("autoshard")
 
 
 class Talk:
@@ -111,7 +109,7 @@ def _worked(work: Search, talk: Connection) -> None:
     try:
         work(Talk(talk))
     except BaseException as error:  # whatever it is, the steps go on
-        _log.debug("beside the steps: %s", error, exc_info=True)
+        log.debug("beside the steps: %s", error, exc_info=True)
         end = "error", f"{type(error).__name__}: {error}"
     with suppress(OSError):
         talk.send(end)
@@ -155,7 +153,7 @@ class Slices:
         self._begun, self._used = time.monotonic(), 0.0
         self._open = ExitStack()
         self._timing: Timing | None = None
-        groups = [case for case in asked.cases if isinstance(case, KernelCase) and case.group]
+        groups = [case for case in asked.cases if isinstance(case, KernelCase) and case.fused]
         device, backend = local_device(home.mesh), home.settings.backend
         compiled = lambda: [compile_group(case, device, backend) for case in groups]
         self._compiling = compiling(home, compiled) if groups else None

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.leaves import CompilesGraphs, InputSide, Leaves, Like, PieceCode, PiecesOnRank, fitted
+from autoshard.runtime.leaves import CompilesGraphs, Leaves, Like, PieceCode, PiecesOnRank, RankSides, fitted
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
 from autoshard.runtime.step import AtOnce, Body, Tensors
-from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled
 from passes.lower.phases import Backward, BackwardHalves
 from passes.lower.piecewise import IN_PLACE, Collected, given_values, leave, step_results
@@ -226,18 +225,12 @@ def call_gradients(pieces: PiecesOnRank) -> CallGradients:
 
 
 def program_in_pieces(
-    pieces: PiecesOnRank,
-    sides: Sequence[InputSide],
-    spec: MeshSpec,
-    rank: int,
-    device: torch.device,
-    observers: Sequence[Observer],
-    around: Around,
+    pieces: PiecesOnRank, ours: RankSides, device: torch.device, observers: Sequence[Observer], around: Around
 ) -> AtOnce:
     """The counterpart of `autoshard.runtime.step.Program` for a batch in pieces."""
     placeholders = pieces.placeholders()
     given = [(kind, name, value) for kind, name, value in placeholders if kind.kind != "tangent"]
-    leaves = Leaves([kind.kind for kind, *_ in given], [value for *_, value in given], sides, spec, rank)
+    leaves = Leaves([kind.kind for kind, *_ in given], [value for *_, value in given], ours)
     ends = call_gradients(pieces)
 
     def compiled(ours: PiecesOnRank, names: Mapping[int, str]) -> Body:

@@ -101,11 +101,20 @@ def plain_input(value: Tensor, side: InputSide, mesh: DeviceMesh, spec: MeshSpec
     return value.redistribute(mesh, wanted).to_local()
 
 
-def sliced(value: Tensor, side: InputSide, spec: MeshSpec, rank: int) -> Tensor:
-    """This rank's shard of `value`, which is whole or the shard already: told by its shape."""
-    if tuple(value.shape) == side.layout.local_shape(side.shape, spec, rank):
-        return value
-    return shard_of(value, side.layout, spec, rank)
+@dataclass(frozen=True)
+class RankSides:
+    """The inputs of a program, one for each of its leaves, on one rank."""
+
+    sides: Sequence[InputSide]
+    spec: MeshSpec
+    rank: int
+
+    def sliced(self, position: int, value: Tensor) -> Tensor:
+        """This rank's shard of `value`, which is whole or the shard already: told by its shape."""
+        side = self.sides[position]
+        if tuple(value.shape) == side.layout.local_shape(side.shape, self.spec, self.rank):
+            return value
+        return shard_of(value, side.layout, self.spec, self.rank)
 
 
 def output_wrapper(side: OutputSide, mesh: DeviceMesh, spec: MeshSpec) -> Callable[[Tensor], Tensor]:
@@ -171,22 +180,15 @@ class LeafLooks:
 
 
 class Leaves:
-    """kinds, values: of the placeholders that take the leaves, None of one that this rank does not read; sides: where
+    """kinds, values: of the placeholders that take the leaves, None of one that this rank does not read; ours: where
     they meet the caller.
 
     may_slice: leaves that may come whole where the graph takes a part: all but parameters.
     """
 
-    def __init__(
-        self,
-        kinds: Sequence[str],
-        values: Sequence[Tensor | None],
-        sides: Sequence[InputSide],
-        spec: MeshSpec,
-        rank: int,
-    ) -> None:
-        assert len(kinds) == len(values) == len(sides)
-        self._spec, self._rank, self._sides = spec, rank, tuple(sides)
+    def __init__(self, kinds: Sequence[str], values: Sequence[Tensor | None], ours: RankSides) -> None:
+        assert len(kinds) == len(values) == len(ours.sides)
+        self._ours = ours
         self._expected = [None if value is None else expected([value])[0] for value in values]
         self._known: list[Callable[[], Tensor | None]] = [lambda: None] * len(self._expected)
         # Parameters and buffers by far outnumber what may need slicing.
@@ -201,7 +203,7 @@ class Leaves:
         for i in self.may_slice:
             like = self._expected[i]
             if like is not None and locals_[i].shape != like.shape:
-                locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
+                locals_[i] = self._ours.sliced(i, locals_[i])
         for i, (value, known) in enumerate(zip(locals_, self._known, strict=True)):
             if known() is not value:
                 locals_[i] = self._conformed(i, value)
@@ -226,7 +228,7 @@ class Leaves:
             shape = looks.shapes.get(leaf)
             # A leaf that came as a shard, where the graph returns its gradient whole.
             if shape is not None and gradient.shape != shape:
-                gradient = sliced(gradient, self._sides[leaf], self._spec, self._rank)
+                gradient = self._ours.sliced(leaf, gradient)
             gradients[leaf] = gradient
         return gradients
 

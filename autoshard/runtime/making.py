@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from autoshard.runtime.leaves import (
     InputSide,
     OutputSide,
     PiecesOnRank,
+    RankSides,
     input_sides,
     output_shapes,
     returned_as,
@@ -36,6 +36,7 @@ from autoshard.runtime.step import PhaseCode, Program
 from autoshard.runtime.trial_run import RaceEntry
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import kind_of, turns_of
+from cost_model.errors import log
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.single_kernel import keep_freed_memory
@@ -46,8 +47,6 @@ from passes.micro_batches.cut_batch import cut_for_stages
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
-
-_log = logging.getLogger("autoshard")
 
 Made = Callable[[str], CallProgram]
 """Compiles this rank's program by a backend, on all ranks together."""
@@ -143,9 +142,9 @@ def ends_of(mesh: DeviceMesh, joint: JointGraph, layouts: CallLayouts, plan: Pla
 
 def _whole(call: Call, plan: Plan) -> Lowering:
     """Every rank runs the whole model."""
-    home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
+    home, cut = call.home, call.cut(plan)
     groups_for(home.mesh, axes_in(plan))  # all ranks make them together
-    given = _sides(cut.joint, plan), spec, rank
+    sides = RankSides(_sides(cut.joint, plan), home.spec, home.mesh.get_rank())
     around = Around(turns_of(home.watch, call.kind), Checks(cut.call))
 
     def lower() -> Callable[[str], CallProgram]:
@@ -155,8 +154,8 @@ def _whole(call: Call, plan: Plan) -> Lowering:
             if len(ours) > 1:
                 device = local_device(home.mesh)
                 pieces = PiecesOnRank(ours, cut.joint.pieces, Compiler(backend))
-                return program_in_pieces(pieces, *given, device, home.observers, around)
-            return Program(PhaseCode(ours[0], Compiler(backend)), *given, home.observers, around)
+                return program_in_pieces(pieces, sides, device, home.observers, around)
+            return Program(PhaseCode(ours[0], Compiler(backend)), sides, home.observers, around)
 
         return compiled
 
@@ -259,7 +258,7 @@ def _programs(
     if len(plan.communicators) > 1 and not in_host_order():
         schedule = one_communicator_at_a_time
         if len(axes) > 1 and dist.get_rank() == 0:
-            _log.warning(
+            log.warning(
                 "collectives over different mesh axes will not overlap: set NCCL_LAUNCH_ORDER_IMPLICIT=1 on all "
                 "ranks before init_process_group (NCCL 2.26), see docs/cuda.md"
             )

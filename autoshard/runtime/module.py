@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -15,11 +14,9 @@ from torch import Tensor, nn
 
 from autoshard.runtime.call_program import Otherwise
 from autoshard.runtime.guards import Guards
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, log
 from passes.ir.process_state import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
-
-_log = logging.getLogger("autoshard")
 
 Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
@@ -145,10 +142,10 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
         if otherwise is None
         else f"a value comes out otherwise at {otherwise.place}"
     )
-    _log.info("the model has changed since this kind of call was planned: %s", reason)
+    log.info("the model has changed since this kind of call was planned: %s", reason)
     # With so many programs for one kind of call, something in the model changes at every call.
     if len(known) == 8:
-        _log.warning(
+        log.warning(
             "%d programs were made for one kind of call, since the model keeps changing: %s\n"
             "  try: pass it as a tensor argument, or keep it in a buffer (register_buffer)",
             len(known),

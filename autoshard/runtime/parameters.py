@@ -184,7 +184,7 @@ class _Planned:
             if value.device_mesh == mesh:
                 return value.redistribute(mesh, placements)
             value = value.full_tensor()
-        return distributed(value, mesh, placements, self.layout, spec_of(mesh), from_first=from_first)
+        return distributed(value, mesh, placements, self.layout, from_first=from_first)
 
 
 def _plans(model: nn.Module, mesh: DeviceMesh, places: Mapping[str, Place]) -> list[_Planned]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients
-from autoshard.runtime.leaves import InputSide, Leaves, PiecesOnRank
+from autoshard.runtime.leaves import InputSide, Leaves, PiecesOnRank, RankSides
 from autoshard.runtime.observe import StageRecorder, StepPart
 from autoshard.runtime.pipeline_stage import (
     PipelineStage,
@@ -204,7 +204,7 @@ def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
             shape = side.layout.local_shape(side.shape, ends.spec, ends.rank)
             mine = torch.empty(shape, dtype=whole.dtype, device="meta")
         values.append(mine)
-    return Leaves([spec.kind for spec, _ in specs], values, ends.sides, ends.spec, ends.rank)
+    return Leaves([spec.kind for spec, _ in specs], values, RankSides(ends.sides, ends.spec, ends.rank))
 
 
 def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[int, Tensor]]:

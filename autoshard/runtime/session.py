@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -53,7 +52,7 @@ from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
 from autoshard.watching.watch import watch_of
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, log
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.canonicalize.mark_rows import experts_of
@@ -67,8 +66,6 @@ from passes.ir.torch_sizes import marked_dims
 from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
-
-_log = logging.getLogger("autoshard")
 
 
 class Session:
@@ -171,7 +168,7 @@ class Session:
             sized.call.guards = guards
         ready = self._sized.added(making, whole(), sized, lambda: plan) if is_first else None
         if is_first and ready is None and sized is not None and self.settings.dynamic:
-            _log.warning(
+            log.warning(
                 "every size has a program of its own: the plan has a head in pieces, or parts of given sizes"
             )
         return self._executable(whole(), programs, key, guards)
@@ -239,7 +236,7 @@ class Session:
 
     def tell_fallbacks(self, plan: Plan) -> None:
         if replicated := fallback_lines(plan.stages):
-            _log.warning("%s", "\n".join(replicated))
+            log.warning("%s", "\n".join(replicated))
 
     def replanned(self, call: Call) -> Plan:
         return self.planned(self._planner, call.whole, call.layouts, None)[0].plan

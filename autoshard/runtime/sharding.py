@@ -137,20 +137,14 @@ def shard_of(whole: Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> Tensor
 
 
 def distributed(
-    whole: Tensor,
-    mesh: DeviceMesh,
-    placed: Sequence[Placement],
-    layout: Layout,
-    spec: MeshSpec,
-    *,
-    from_first: bool,
+    whole: Tensor, mesh: DeviceMesh, placed: Sequence[Placement], layout: Layout, *, from_first: bool
 ) -> DTensor:
     """A DTensor of `whole`; of rank 0's values if `from_first`, else each rank cuts its own.
 
     Where `mesh` is of some stages, ranks of others have no part of it; `from_first` is for all of them together.
     """
     device = torch.device("meta") if whole.is_meta else local_device(mesh)
-    place = place_in(mesh)
+    spec, place = spec_of(mesh), place_in(mesh)
     shape = (0,)[: whole.ndim] if place is None else layout.local_shape(whole.shape, spec, place)
     # Never a view, which would keep the whole tensor alive.
     local = torch.zeros(shape, dtype=whole.dtype, device=device)
@@ -193,7 +187,7 @@ def like_parameter(whole: Tensor, parameter: Tensor) -> DTensor:
     mesh, placed = parameter.device_mesh, parameter.placements
     spec, cut = spec_of(mesh), [Replicate() if p.is_partial() else p for p in placed]
     layout = placements_to_layout(cut, whole.shape, spec, what="a gradient")
-    made = distributed(whole, mesh, placed, layout, spec, from_first=False)
+    made = distributed(whole, mesh, placed, layout, from_first=False)
     if any(p.is_partial("sum") and at for p, at in zip(placed, mesh.get_coordinate() or (), strict=False)):
         local_of(made).zero_()
     return made

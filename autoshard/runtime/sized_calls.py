@@ -20,13 +20,12 @@ from autoshard.runtime.module import Mode
 from autoshard.runtime.sized_programs import MOST_EAGER, SizedProgram, sized_program
 from autoshard.watching.agreement import collectively, everyones
 from autoshard.watching.check_calls import kind_text, turns_of
+from cost_model.errors import log
 from passes.capture import Captured, flatten_call
 from passes.ir.size_names import Dim, Shapes, SizeNames
 from passes.ir.sized_graph import SizedJoint, alike
 from passes.ir.torch_sizes import SizesLost
 from passes.layout.layout import Layout
-
-_log = logging.getLogger("autoshard")
 
 CaptureAs = Callable[..., Captured]
 """Captures a call. sizes: its shapes in symbols (`canonical_capture`)."""
@@ -64,9 +63,7 @@ class SizedCall:
         return next(((one, values) for one in self.programs if fits(one)), None)
 
     def at(self, shapes: Shapes) -> tuple[Captured, SizedAt] | None:
-        values = self.names.values(shapes)
-        joint = None if values is None else self.joint.at(values)
-        if values is None or joint is None:
+        if (values := self.names.values(shapes)) is None or (joint := self.joint.at(values)) is None:
             return None
         return replace(self.captured, joint=joint), SizedAt(self, values)
 
@@ -212,37 +209,31 @@ class SizedCalls:
         if known.first is not None and known.attempts and (plain is not None or known.first[1] != shapes):
             known.attempts -= 1
             try:
-                found = self._with_symbols(model, names, known.first, shapes, capture)
+                found = self._with_symbols(model, names, known, shapes, capture)
                 known.sized.append(found[1].call)
                 # Other lengths of what is unrolled have graphs of their own, each for all batches.
                 known.attempts += any(found[1].call.fixes) and not all(found[1].call.fixes)
                 return found
             except Exception as error:  # whatever code says to a number that is a symbol
                 level = logging.DEBUG if plain is None else logging.WARNING
-                _log.log(level, "no graph for all sizes, each is captured by itself: %s", error)
+                log.log(level, "no graph for all sizes, each is captured by itself: %s", error)
             if known.attempts and not known.sized:
                 known.attempts -= 1
         return plain or _plain(known, shapes, capture), None
 
     def _with_symbols(
-        self,
-        model: nn.Module,
-        names: SizeNames,
-        first: tuple[Captured, Shapes],
-        shapes: Shapes,
-        capture: CaptureAs,
+        self, model: nn.Module, names: SizeNames, known: _Kind, shapes: Shapes, capture: CaptureAs
     ) -> tuple[Captured, SizedAt]:
         """Only where it says of a call that was captured what that capture said."""
-        before, before_shapes = first
         values = names.values(shapes)
-        assert values is not None
+        assert values is not None and known.first is not None
+        before, before_shapes = known.first
         symbolic = names.symbolic(values)
         captured = capture(sizes=symbolic)
         if replace(captured.call, key=before.call.key) != before.call:
             raise SizesLost("what the call returns or changes depends on them")
         joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
-        fixes = symbolic.symbols.are_fixed
-        sized = SizedCall(names, captured, joint, Guards(model, captured.reads), fixes)
+        sized = SizedCall(names, captured, joint, Guards(model, captured.reads), symbolic.symbols.are_fixed)
         found, there = sized.at(shapes), sized.at(before_shapes)
         if there is None:
             before, there = capture(), found

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from autoshard.runtime.call_program import Around, CallProgram
 from autoshard.runtime.executable import Home
-from autoshard.runtime.leaves import CallEnds, Compiler, Like
+from autoshard.runtime.leaves import CallEnds, Compiler, Like, RankSides
 from autoshard.runtime.pipeline_program import Staging
 from autoshard.runtime.step import CompiledBackward, PhaseCode, Program
 from passes.compile.compile_graph import Compiled, compile_sized
@@ -185,5 +185,5 @@ class PhaseCodeAt(PhaseCode):
         return self._run(self._compiled_by(backend), home, around)
 
     def _run(self, code: PhaseCode, home: Home, around: Around) -> CallProgram:
-        rank = home.mesh.get_rank()
-        return Program(code, self.ends.inputs, home.spec, rank, home.observers, around)
+        ours = RankSides(self.ends.inputs, home.spec, home.mesh.get_rank())
+        return Program(code, ours, home.observers, around)

@@ -8,7 +8,6 @@ one program is that of all pieces, even and uneven ones, as far as what was aske
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +22,7 @@ from autoshard.runtime.beside import Beside, compiling
 from autoshard.runtime.call_program import Around, CallProgram
 from autoshard.runtime.compiled_pieces import PiecesRun, call_gradients, program_in_pieces
 from autoshard.runtime.executable import Home
-from autoshard.runtime.leaves import Compiler, PieceCode, PiecesOnRank
+from autoshard.runtime.leaves import Compiler, PieceCode, PiecesOnRank, RankSides
 from autoshard.runtime.making import Call, ends_of, lowered_stages, lowered_whole, staging_of
 from autoshard.runtime.pipeline_program import Staging, pipeline_gradients
 from autoshard.runtime.pipeline_stage import StageOnRank, StageRun
@@ -38,6 +37,7 @@ from autoshard.runtime.sized_code import (
     SizedPhases,
 )
 from autoshard.watching.agreement import collectively, everyones
+from cost_model.errors import log
 from passes.compile.compile_graph import compile_sized
 from passes.ir.joint import GraphInput
 from passes.ir.process_state import collector_paused
@@ -163,8 +163,8 @@ class _PiecesCodeAt:
     def _run(self, pieces: Sequence[PiecesOnRank], home: Home, around: Around) -> CallProgram:
         if self._staging is not None:
             return self._staging.program(pieces, home.stage_clocks, around)
-        device, rank = local_device(home.mesh), home.mesh.get_rank()
-        return program_in_pieces(pieces[0], self.ends.inputs, home.spec, rank, device, home.observers, around)
+        ours = RankSides(self.ends.inputs, home.spec, home.mesh.get_rank())
+        return program_in_pieces(pieces[0], ours, local_device(home.mesh), home.observers, around)
 
 
 def code_of(lowered: Lowered, symbols: SizeSymbols, compile_as: CompileSized = compile_sized) -> SizedCode:
@@ -173,8 +173,6 @@ def code_of(lowered: Lowered, symbols: SizeSymbols, compile_as: CompileSized = c
 
 
 _CodeAt = PhaseCodeAt | _PiecesCodeAt
-
-_log = logging.getLogger("autoshard")
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def _if_there_is(make: Callable[[], T]) -> T | None:
     try:
         return make()
     except Exception as error:
-        _log.debug("no program for all sizes: %s", error, exc_info=True)
+        log.debug("no program for all sizes: %s", error, exc_info=True)
         return None
 
 
@@ -276,7 +274,7 @@ class SizedProgram:
         all_of_them = len(compiled) == len(made)
         self.codes, self.is_settled = compiled if all_of_them else self.codes, True
         if not all_of_them:
-            _log.info("%s compiles no program for all sizes, but each for itself", backend)
+            log.info("%s compiles no program for all sizes, but each for itself", backend)
 
     def _is_compiled_beside(self, home: Home) -> bool:
         """Whether it is in the compiler's cache, on all ranks."""

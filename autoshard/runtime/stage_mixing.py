@@ -182,4 +182,4 @@ def _on(value: Any, mesh: DeviceMesh) -> Any:
         return value
     whole, placed = value.full_tensor(), (Replicate(),) * mesh.ndim
     layout = placements_to_layout(placed, tuple(whole.shape), spec_of(mesh), what="an operand")
-    return distributed(whole, mesh, placed, layout, spec_of(mesh), from_first=False)
+    return distributed(whole, mesh, placed, layout, from_first=False)

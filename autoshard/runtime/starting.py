@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import math
 import statistics
 from collections.abc import Hashable, Iterator, Sequence
@@ -44,7 +43,7 @@ from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_with
 from autoshard.runtime.tuning import TunedHome
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.deadline import Deadline
-from cost_model.errors import RankError
+from cost_model.errors import RankError, log
 from cost_model.measure.clock import Marks
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import TimedPrices
@@ -205,8 +204,6 @@ def _tell_far(plan: Plan, again: Again, name: str, size: int, say: Say, talk: Ta
 _LEAST_ROUNDS = 5
 _NAME, _LEAST_STEPS = "the plan", 3
 
-_log = logging.getLogger("autoshard")
-
 Times = list[list[float]]
 """By plan, seconds of each step on this rank."""
 
@@ -299,7 +296,7 @@ def _starters(call: Call, candidates: Sequence[Candidate]) -> Iterator[Starter]:
         except Exception as error:  # on all ranks
             if number == 0:
                 raise
-            _log.warning("race: without %s, which cannot run: %s", candidate.name, error)
+            log.warning("race: without %s, which cannot run: %s", candidate.name, error)
             continue
         yield Starter(candidate, entry)
 

@@ -12,9 +12,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_program import Around, CallGradients, CallProgram
-from autoshard.runtime.leaves import CompilesGraphs, InputSide, Leaves, Like, conform, own_outputs
+from autoshard.runtime.leaves import CompilesGraphs, Leaves, Like, RankSides, conform, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
-from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.process_state import autocast_off
@@ -81,19 +80,19 @@ class Program(CallProgram):
     def __init__(
         self,
         code: PhaseCode,
-        sides: Sequence[InputSide],
-        spec: MeshSpec,
-        rank: int,
+        ours: RankSides,
         observers: Sequence[Observer] = (),
-        around: Around = Around(),  # noqa: B008  (it cannot change)
+        around: Around | None = None,
     ) -> None:
         self.code, self.phases = code, code.phases
         self._observers = observers
-        leaves = Leaves([i.kind for i in code.phases.inputs], code.values, sides, spec, rank)
+        leaves = Leaves([i.kind for i in code.phases.inputs], code.values, ours)
         backward = code.phases.backward
         tangents = () if backward is None else backward.tangents
         known = zip([t.index for t in tangents], code.tangents, strict=True)
-        super().__init__(leaves, CallGradients(code.phases.outputs, tangents, list(known)), around)
+        super().__init__(
+            leaves, CallGradients(code.phases.outputs, tangents, list(known)), around or Around()
+        )
 
     def prepared(self) -> Iterator[None]:
         return self.code.prepared()

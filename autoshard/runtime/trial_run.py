@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from autoshard.runtime.parameters import Place, complete_dtensor_ops
 from autoshard.runtime.process_groups import local_device, spec_of, whole_group
 from autoshard.runtime.sharding import arrived, distributed
 from autoshard.watching.agreement import collectively, everyones, in_company
-from cost_model.errors import RankError
+from cost_model.errors import RankError, log
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphInput, JointGraph
 from passes.ir.torch_dtensor import local_of
@@ -122,11 +121,10 @@ class RaceEntry:
 
 def _parameter(old: Tensor, place: Place, name: str, device: torch.device) -> Tensor:
     """This rank's part, a DTensor as the real one will be. Values that the rank lacks are random."""
-    spec = spec_of(place.mesh)
-    layout = placements_to_layout(place.placements, tuple(old.shape), spec, what=name)
+    layout = placements_to_layout(place.placements, tuple(old.shape), spec_of(place.mesh), what=name)
     lacks = old.is_meta or isinstance(old, DTensor)
     whole = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape) if lacks else old.detach()
-    value = distributed(whole, place.mesh, place.placements, layout, spec, from_first=False)
+    value = distributed(whole, place.mesh, place.placements, layout, from_first=False)
     if lacks:
         filled(local_of(value))
     return nn.Parameter(value, requires_grad=old.requires_grad)
@@ -161,8 +159,6 @@ def _options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 WARM_STEPS = 2
 
-_log = logging.getLogger("autoshard")
-
 
 def steps_within(seconds: float, least: int) -> int:
     """The number of steps of so many seconds that are timed, `least` at least."""
@@ -191,7 +187,7 @@ class Track:
         except RankError:
             raise
         except Exception as error:  # on all ranks
-            _log.warning("%s without %s, for lack of its copies: %s", self._occasion, name, error)
+            log.warning("%s without %s, for lack of its copies: %s", self._occasion, name, error)
             entry.free()
             return False
         return True

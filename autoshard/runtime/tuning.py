@@ -4,7 +4,6 @@ compiled; a better program is exchanged between two steps, on all ranks at once.
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
 import time
 from collections import deque
@@ -28,10 +27,9 @@ from autoshard.runtime.making import Call, Lowered, Lowering, places_of
 from autoshard.runtime.optimizers import ELEMENTWISE, live_optimizers
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import remember, remembered
+from cost_model.errors import log
 from cost_model.memory import format_seconds
 from passes.ir.torch_dtensor import take_place_of
-
-_log = logging.getLogger("autoshard")
 
 TURN_SECONDS, MOST_CALLS = 0.5, 1000
 """Ranks ask each other how far they are about so often, and at least every so many calls."""
@@ -132,7 +130,7 @@ class Tuning:
         try:
             self._made = next(self._parts, self._made)
         except Exception as error:  # whatever it is, the steps go on
-            _log.debug("tuning: no program", exc_info=True)
+            log.debug("tuning: no program", exc_info=True)
             self._error = f"{type(error).__name__}: {error}"
 
     def _turn(self) -> None:
@@ -169,7 +167,7 @@ class Tuning:
         search = self._search
         news = None if search is None else search.news()
         if search is not None and search.error:
-            _log.warning("tuning: the search beside the steps ended: %s", search.error)
+            log.warning("tuning: the search beside the steps ended: %s", search.error)
         waits = self._timing is None or self._timing.waits()
         searching = search is not None and not search.ended
         return _Report(self._step_seconds(), ready, self._error, held, waits, news, searching)
@@ -204,7 +202,7 @@ class Tuning:
         other = target.plan is not self.running.plan
         error = next((report.error for report in reports if report.error), None)
         if error is not None:
-            _log.warning("tuning: a program cannot be compiled, and the steps go on without: %s", error)
+            log.warning("tuning: a program cannot be compiled, and the steps go on without: %s", error)
         elif other and any(report.held is None or report.held != reports[0].held for report in reports):
             gc.collect()  # an optimizer that nobody has any more may be gone on some ranks and not on others
             return  # not now: or some backward is to come

@@ -5,7 +5,6 @@ torch gives `p[1]`, where rows are split, as a copy: what is written into it wou
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.runtime.process_groups import pipeline_mesh_of, whole_group
 from autoshard.runtime.sharding import as_laid_out
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, log
 from passes.ir.torch_compat import version_of
 from passes.ir.torch_dtensor import (
     base_of,
@@ -34,8 +33,6 @@ from passes.ir.torch_dtensor import (
 from passes.redistribution.emit_steps import WIDER
 
 aten = torch.ops.aten
-
-_log = logging.getLogger("autoshard")
 
 
 _OURS: set[DeviceMesh] = set()
@@ -268,7 +265,7 @@ def _moves(found: Any, target: DTensor) -> bool:
 def _whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[DTensor]) -> Any:
     if _is_view(op):
         return _view(op, args, kwargs)
-    _log.debug("%s is computed on whole tensors: torch has no rule by which shards are enough", op)
+    log.debug("%s is computed on whole tensors: torch has no rule by which shards are enough", op)
     wholes = {id(value): _values(value) for value in _dtensors((args, kwargs))}
     whole = lambda value: wholes[id(value)]
     found = op(*pytree.tree_map_only(DTensor, whole, args), **pytree.tree_map_only(DTensor, whole, kwargs))

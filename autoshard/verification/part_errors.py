@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,6 @@ CANCELLED = 1e-3
 """A value below this share of what it is computed from or belongs with is rounding left by a
 cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
 relative to that share."""
-
-Held = tuple[Sequence[torch.Tensor | None], Layout]
-"""Every rank's part of a result, and its layout."""
 
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:
@@ -129,30 +125,6 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
     if not bool(difference.isfinite().all()):
         return float("inf")
     return float(difference.max()) / (scale or 1.0)
-
-
-def result_errors(
-    joint: JointGraph,
-    results: Sequence[Held | None],
-    wanted: Sequence[torch.Tensor | None],
-    least: Sequence[float],
-    mesh: MeshSpec,
-) -> dict[str, float]:
-    """Relative error by result of `joint`: infinite for one that the graph lacks. least: per result, the least scale
-    that an error is relative to."""
-    pairs = [(end.kind, value) for end, value in zip(joint.outputs, wanted, strict=True)]
-    floors = {kind: CANCELLED * largest(v for k, v in pairs if k == kind) for kind, _ in pairs}
-    errors: dict[str, float] = {}
-    for spec, held, expected, scale in zip(joint.outputs, results, wanted, least, strict=True):
-        if held is not None and expected is not None:
-            parts, layout = held
-            errors[f"{spec.kind} {spec.name}"] = max(
-                piece_error(parts, expected, layout, mesh, rank, max(floors[spec.kind], scale))
-                for rank in range(mesh.device_count)
-            )
-        elif expected is not None and largest([expected]):
-            errors[f"{spec.kind} {spec.name}"] = math.inf
-    return errors
 
 
 @dataclass(frozen=True)

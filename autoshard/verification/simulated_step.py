@@ -7,7 +7,7 @@ So do calls of a model at many sizes, each by the program that the runtime would
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ from autoshard.runtime.sharding import shard_of
 from autoshard.runtime.sized_calls import CaptureAs, SizedAt, SizedCalls
 from autoshard.runtime.sized_code import Lowered, SizedCode
 from autoshard.runtime.sized_programs import Agreed, code_of, with_code
-from autoshard.verification.part_errors import Held, result_errors
+from autoshard.verification.part_errors import CANCELLED, largest, piece_error
+from cost_model.errors import log
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.compile_graph import Compiled
@@ -70,9 +71,11 @@ def step_errors(
     least: Sequence[float],
     programs: StagePrograms | None = None,
 ) -> dict[str, float]:
-    """Relative error by result. joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole.
-    wanted: its results. least: per result, the least scale that an error is relative to. programs: of every stage,
-    piece and rank; None: those of the plan.
+    """Relative error by result: infinite for one that the graphs lack.
+
+    joint: of the call, in pieces, as `plan` cuts it. values: of its placeholders, whole. wanted: its results. least:
+    per result, the least scale that an error is relative to. programs: of every stage, piece and rank; None: the
+    plan's.
 
     All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
     """
@@ -80,38 +83,39 @@ def step_errors(
     known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
     graphs = stage_graphs(joint, plan.cut) if plan.axis else (StageGraph.only(joint),)
     stages = list(zip(graphs, plan.stages, strict=True))
-    given = [None] * len(stages) if programs is None else programs
-    runs = [_in_lockstep(*pair, known, mesh, ours) for pair, ours in zip(stages, given, strict=True)]
+    given = programs or [rank_programs(graph.joint, stage) for graph, stage in stages]
+    runs = [_in_lockstep(*pair, known, ours) for pair, ours in zip(stages, given, strict=True)]
     found = simulate_stages(runs, mesh)
     layouts = [_layouts(graph, stage) for graph, stage in stages]
-    results: list[Held | None] = []
-    for spec in joint.outputs:
+    pairs = [(end.kind, value) for end, value in zip(joint.outputs, wanted, strict=True)]
+    floors = {kind: CANCELLED * largest(v for k, v in pairs if k == kind) for kind, _ in pairs}
+    errors: dict[str, float] = {}
+    for spec, expected, scale in zip(joint.outputs, wanted, least, strict=True):
         leaf = spec.kind, spec.name
         at = [i for i, ranks in enumerate(found) if leaf in ranks[0]]
-        # Of a parameter in several stages each has a part of the gradient.
-        parts = [
-            sum((found[i][rank][leaf] for i in at[1:]), found[at[0]][rank][leaf])
-            for rank in range(mesh.device_count if at else 0)
-        ]
-        results.append((parts, layouts[at[0]][leaf]) if at else None)
-    return result_errors(joint, results, wanted, least, mesh)
+        if at and expected is not None:
+            # Of a parameter in several stages each has a part of the gradient.
+            parts = [
+                sum((found[i][rank][leaf] for i in at[1:]), found[at[0]][rank][leaf])
+                for rank in range(mesh.device_count)
+            ]
+            errors[f"{spec.kind} {spec.name}"] = max(
+                piece_error(parts, expected, layouts[at[0]][leaf], mesh, rank, max(floors[spec.kind], scale))
+                for rank in range(mesh.device_count)
+            )
+        elif expected is not None and largest([expected]):
+            errors[f"{spec.kind} {spec.name}"] = math.inf
+    return errors
 
 
 def _in_lockstep(
-    graph: StageGraph,
-    stage: Plan,
-    values: Mapping[Leaf, Tensor],
-    mesh: MeshSpec,
-    programs: Sequence[Sequence[RankProgram]] | None,
+    graph: StageGraph, stage: Plan, values: Mapping[Leaf, Tensor], programs: Sequence[Sequence[RankProgram]]
 ) -> StageRun:
     ends, joint = StageEnds.of(graph), graph.joint
     given = {name: values[leaf] for leaf, name in ends.leaves.items()}
     given |= {name: values["tangent", f"tangent {index}"] for index, name in ends.tangents.items()}
-    pieces = [
-        [pieces_of(program, joint.pieces) for program in ranks]
-        for ranks in programs or rank_programs(joint, stage)
-    ]
-    return StageRun(graph, pieces, held_values(given, stage, mesh), mesh)
+    pieces = [[pieces_of(program, joint.pieces) for program in ranks] for ranks in programs]
+    return StageRun(graph, pieces, held_values(given, stage, stage.mesh), stage.mesh)
 
 
 def held_values(given: Mapping[str, Tensor], plan: Plan, mesh: MeshSpec) -> list[dict[str, Tensor]]:
@@ -270,9 +274,6 @@ def _old_flag_off(cudnn: Any) -> Generator[None]:
         cudnn.allow_tf32 = before
 
 
-_log = logging.getLogger("autoshard")
-
-
 @dataclass(frozen=True)
 class Runs:
     """What runs a call on every rank, of the graph `captured`. programs: as of `step_errors`, where they are for all
@@ -331,7 +332,7 @@ class SimulatedSizes:
             make = lambda index, piece: self._made(planned, index, piece)
             made = with_code(self._programs, planned, whole.layouts, known, make)
         except Exception as error:  # a pass that wants numbers
-            _log.debug("no program for all sizes: %s", error)
+            log.debug("no program for all sizes: %s", error)
             return
         if made is not None and made.number == self._programs:
             known.append(made)

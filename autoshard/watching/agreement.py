@@ -7,7 +7,6 @@ take its time.
 
 from __future__ import annotations
 
-import logging
 import pickle
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -20,11 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import cost_model.errors
 from autoshard.watching.crew import Stopped
 from autoshard.watching.watch import Watch, watch_of
-from cost_model.errors import AutoshardError, PlanError, RankError
+from cost_model.errors import AutoshardError, PlanError, RankError, log
 
 T = TypeVar("T")
-
-_log = logging.getLogger("autoshard")
 
 
 def agree(mesh: DeviceMesh, fingerprint: Mapping[str, str], *, what: str = "a comparison") -> None:
@@ -189,7 +186,7 @@ class _Exchange:
                 )
             if now > notice:
                 absent = _listed(board.absent(name))
-                _log.warning("waiting since %.0f s for rank(s) %s: %s", now - begun, absent, self._what)
+                log.warning("waiting since %.0f s for rank(s) %s: %s", now - begun, absent, self._what)
                 notice = now + 2 * (now - begun)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)

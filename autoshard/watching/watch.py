@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import logging
 import multiprocessing.util
 import os
 import sys
@@ -27,14 +26,12 @@ from autoshard.watching.crew import Crew, Stoppable, cut_waits
 from autoshard.watching.sums import Sums, Updates
 from autoshard.watching.telling import PERIOD_SECONDS, Board, Telling
 from autoshard.watching.watch_state import State, Turns, judge
-from cost_model.errors import RankError
+from cost_model.errors import RankError, log
 from passes.ir.torch_compat import abort_process_groups, default_store
 
 STAY_SECONDS = 60.0
 
 _OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
-
-_log = logging.getLogger("autoshard")
 
 
 class Watch:
@@ -162,7 +159,7 @@ class Watch:
         if self.failure is not None:
             return
         self.failure = reason
-        _log.error("rank %d stops: %s", self.rank, reason)
+        log.error("rank %d stops: %s", self.rank, reason)
         with suppress(RuntimeError):
             self.board.write("stopped", reason)
         self.stoppable.stop()
@@ -203,7 +200,7 @@ class Watch:
         if not (state.inside or state.waits):
             self._cut_until = max(self._cut_until, time.monotonic() + 5.0)  # it may wait again
         elif left < 0.0:
-            _log.critical(
+            log.critical(
                 "rank %d is stuck in a collective, and its process is ended: %s", self.rank, self.failure
             )
             faulthandler.dump_traceback()

@@ -25,7 +25,6 @@ rank cannot (no such folder, no room in it), all go without.
 from __future__ import annotations
 
 import fcntl
-import logging
 import mmap
 import os
 import shutil
@@ -43,6 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from cost_model.errors import log
 from cost_model.measure.peers import Peers, host_name, machine_id
 
 REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -177,8 +177,6 @@ def reduced_in_order(parts: Sequence[Tensor] | Tensor, op: str, out: Tensor | No
 
 T = TypeVar("T")
 
-_log = logging.getLogger("autoshard")
-
 _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
 _PREFIX = "autoshard-ranks-"
@@ -231,7 +229,7 @@ def _new_folder(ranks: int, held: ExitStack) -> str:
                 os.posix_fallocate(file.fileno(), 0, memory_nbytes(ranks))
             return folder
     except OSError as error:
-        _log.info("ranks of this host share no memory, and send all over gloo: %s", error)
+        log.info("ranks of this host share no memory, and send all over gloo: %s", error)
     return ""
 
 
@@ -329,6 +327,6 @@ def _agreed(group: dist.ProcessGroup, step: Callable[[], T]) -> T | None:
     try:
         result: T | None = step()
     except OSError as error:
-        _log.info("ranks of this host share no memory, and send all over gloo: %s", error)
+        log.info("ranks of this host share no memory, and send all over gloo: %s", error)
         result = None
     return result if all(Peers(group).everyones("" if result is None else "done")) else None

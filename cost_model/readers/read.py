@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 
-from cost_model.errors import ProfileError, checked_path, is_number, is_whole, shown
+from cost_model.errors import ProfileError, checked_path, is_number, is_whole, log, shown
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measurements import CollectiveSamples, LinkLevel, pooled
 from cost_model.mesh import MOST_DEVICES
@@ -21,8 +20,6 @@ from cost_model.readers.nccl_text import read_nccl_text
 from cost_model.readers.points import Group, Place, Point, Run, refuse
 from cost_model.readers.result_rows import check_speed
 from cost_model.readers.stas00 import read_stas00
-
-_log = logging.getLogger(__name__)
 
 
 def read_profile(
@@ -125,7 +122,7 @@ def _profile(base: ProfileRecord, files: Sequence[Path], runs: Sequence[Run]) ->
     if gone := len(kept) - len(stay):
         changes = (*changes, f"{gone} measured collectives of {base.name} are replaced by those of the files")
     for change in changes:
-        _log.warning("%s", change)
+        log.warning("%s", change)
     newest = max(point.when for run in runs for point in run.points)
     return replace(
         base,

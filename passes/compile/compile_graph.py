@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -17,12 +16,13 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from cost_model.cache_files import remember, remembered
-from cost_model.errors import ShardingError, UnsupportedOpError, reject
+from cost_model.errors import ShardingError, UnsupportedOpError, log, reject
 from passes.compile.bind_device import CALLED, WriteIntoBuckets, expand_ops
 from passes.compile.fuse_eager import FuseEager, call_directly
 from passes.compile.join_linears import JoinLinears
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective, is_view
+from passes.ir.op_work import Word
 from passes.ir.process_state import autocast_off
 from passes.ir.sized_graph import Numbers, take_numbers
 from passes.ir.torch_compat import fake_mode_of, fresh_fakes, no_fake_mode, torch_deprecations_ignored
@@ -39,8 +39,6 @@ from passes.ir.torch_inductor import (
 from passes.ir.torch_sizes import SizeSymbols, evaluation, fakes_counted
 from passes.ops.collective_ops import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME, exchange_rows
 from passes.ops.routed_ops import counted_places, own_places
-
-_log = logging.getLogger("autoshard")
 
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "autoshard")
 """Of ops whose bodies are torch's, or this code's."""
@@ -74,14 +72,8 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
         target = node.target if node.op == "call_function" else ""
         looks = [(tuple(v.shape), v.stride(), v.storage_offset(), v.dtype, v.device) for v in _values(node)]
-        given = map_arg((node.args, node.kwargs), lambda operand: _Place(places[operand]))
+        given = map_arg((node.args, node.kwargs), lambda operand: Word(places[operand]))
         yield f"{node.op} {target} {given} {node.meta.get('serves')} {looks}"
-
-
-class _Place(str):
-    """Which node of a graph an operand is."""
-
-    __repr__ = str.__str__
 
 
 def keep_code(
@@ -112,7 +104,7 @@ def kept_code(
             with torch.no_grad():
                 code = load_inductor_code(key)
         except Exception as error:  # of a cache that was cut off, or a torch that loads otherwise
-            _log.debug("compiled code is not loaded: %s", error)
+            log.debug("compiled code is not loaded: %s", error)
             continue
         if code is not None and numbers is not None:
             return code, numbers

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from cost_model.errors import log
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.joint import FakeCalls
-from passes.ir.torch_compat import fake_mode_of, fakes_on, fresh_fakes
-from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook
+from passes.ir.torch_compat import fake_mode_of, fakes_on
+from passes.predict.step_work import KernelCase, OpCall, Operand, TensorLook
 
 
 def keep_freed_memory(device: torch.device) -> None:
@@ -37,51 +38,35 @@ holds less touches less in between."""
 
 
 def repeated_kernel(
-    case: KernelCase, calls: int, device: torch.device, pool: Tensor | None = None
+    case: KernelCase, calls: int, device: torch.device, backend: str, pool: Tensor | None = None
 ) -> Callable[[], object]:
-    """What runs the kernel `calls` times, op by op as eager programs do, on invented values.
+    """What runs the kernel `calls` times on invented values: compiled by `backend` where it is fused, else op by op as
+    eager programs do.
 
     Operands that are cold in the program are so here: every call, and every run of all calls, has its own, until they
     are as many bytes as the step holds, or more than caches do. Results that outlive the program's phase are written
     where nothing was written lately, as there.
 
-    pool: random numbers in one dim, which operands of its dtype are parts of; without one each has memory of its own.
-    Raises whatever torch does for arguments that it refuses.
+    Each call of a fused one is a program of its own: in one program a compiler would see that they all compute the
+    same. pool: random numbers in one dim, which operands of its dtype are parts of; without one each has memory of its
+    own. Raises whatever torch, or the compiler, does for arguments that it refuses.
     """
     between = min(case.step_nbytes, COLD_NBYTES)
-    graph = fx.Graph()
-    values: list[Tensor] = []
-    colds: list[bool] = []
-    generator = torch.Generator(device).manual_seed(0)
-
-    def placeholder(look: TensorLook, cold: bool) -> fx.Node:
-        values.append(invented(look, device, generator))
-        colds.append(cold)
-        return graph.placeholder(f"x{len(values)}")
-
-    copies = [
-        [placeholder(look, cold) for _ in range(min(calls, uses(look.nbytes, between)) if cold else 1)]
+    times = 1 if case.fused else calls
+    each = [
+        min(times, uses(look.nbytes, between)) if cold else 1
         for look, cold in zip(case.operands, case.cold, strict=True)
     ]
-    fakes = fresh_fakes(values)
-    for node, fake in zip(graph.nodes, fakes, strict=True):
-        node.meta["val"] = fake
-    run, results = FakeCalls(), list[fx.Node]()
-    for call in range(calls):
-        operands = iter([places[call % len(places)] for places in copies])
-        args, kwargs = pytree.tree_map_only(
-            TensorLook, lambda _, at=operands: next(at), (case.args, case.kwargs)
-        )
-        result = graph.call_function(op_named(case.op), args, kwargs)
-        result.meta["timed"] = True  # it runs, though nothing reads it
-        result.meta["val"] = run(op_named(case.op), args, kwargs, fake_mode_of(tuple(fakes)))
-        results.append(result)
-    firsts = [_first(graph, result) for result in (results if case.kept else results[-1:])]
-    graph.output(tuple(firsts))
-    written = sum(first.meta["val"].nbytes for first in firsts)
-    compiled = compile_graph(fx.GraphModule(torch.nn.Module(), graph), "eager")
+    module = kernel_graph(case, device, times, each)
+    generator = torch.Generator(device).manual_seed(0)
+    looks = itertools.chain.from_iterable(map(itertools.repeat, case.operands, each))
+    values = [invented(look, device, generator) for look in looks]
+    colds = list(itertools.chain.from_iterable(map(itertools.repeat, case.cold, each)))
+    results: Any = module.graph.output_node().args[0]
+    written = sum(result.meta["val"].nbytes for result in results)
     sets = operand_sets(values, colds, between, pool)
-    return repeated_runs(compiled, sets, 1, uses(written, between) if case.kept else 0)
+    compiled = compile_graph(module, backend if case.fused else "eager")
+    return repeated_runs(compiled, sets, calls // times, uses(written, between) if case.kept else 0)
 
 
 def repeated_runs(
@@ -169,66 +154,58 @@ def invented(look: TensorLook, device: torch.device, generator: torch.Generator)
     return value.as_strided(look.shape, look.stride)
 
 
-_log = logging.getLogger("autoshard")
-
-
-def repeated_group(
-    case: KernelCase, calls: int, device: torch.device, backend: str, pool: Tensor | None = None
-) -> Callable[[], object]:
-    """What runs the group `calls` times, on invented values, cold and kept as `repeated_kernel` has them.
-
-    Each call is one of a program of its own: in one program a compiler would see that they all compute the same.
-    Raises whatever the compiler does for ops that it refuses.
-    """
-    between = min(case.step_nbytes, COLD_NBYTES)
-    generator = torch.Generator(device).manual_seed(0)
-    values = [invented(look, device, generator) for look in case.operands]
-    module = group_graph(case, device)
-    (result,) = module.graph.output_node().args[0]  # type: ignore[misc]
-    written = result.meta["val"].nbytes  # type: ignore[union-attr]
-    sets = operand_sets(values, case.cold, between, pool)
-    kept = uses(written, between) if case.kept else 0
-    return repeated_runs(compile_graph(module, backend), sets, calls, kept)
-
-
 def compile_group(case: KernelCase, device: torch.device, backend: str) -> None:
     """Compile it into the compiler's cache on disk, in which other processes of the host find it."""
-    compile_graph(group_graph(case, device), backend)
+    compile_graph(kernel_graph(case, device), backend)
 
 
 def start_compiler(device: torch.device, backend: str) -> None:
     """Have the compiler read and set up what it needs once in a process. What it cannot do shows when it is used."""
-    negated = GroupCall("aten.neg.default", (Operand(0),), {})
+    negated, look = OpCall("aten.neg.default", (Operand(0),), {}), TensorLook((16,), (1,), torch.float32)
     try:
-        compile_graph(_graph((negated,), (TensorLook((16,), (1,), torch.float32),), device), backend)
+        compile_graph(_graph((negated,), (look,), device, False, 1, (1,)), backend)
     except Exception as error:
-        _log.debug("refine: %s does not start: %s", backend, error)
+        log.debug("refine: %s does not start: %s", backend, error)
 
 
-def group_graph(case: KernelCase, device: torch.device) -> fx.GraphModule:
-    """The group's ops on its operands; returns what is stored."""
-    return _graph(case.group, case.operands, device)
+def kernel_graph(
+    case: KernelCase, device: torch.device, times: int = 1, each: Sequence[int] | None = None
+) -> fx.GraphModule:
+    """The kernel's ops so many times, and what is stored last, or each time if that is kept. each: per operand, how
+    many there are, taken in turn."""
+    return _graph(case.calls, case.operands, device, case.kept, times, each or (1,) * len(case.operands))
 
 
 def _graph(
-    calls: Sequence[GroupCall], operands: Sequence[TensorLook], device: torch.device
+    calls: Sequence[OpCall],
+    operands: Sequence[TensorLook],
+    device: torch.device,
+    kept: bool,
+    times: int,
+    each: Sequence[int],
 ) -> fx.GraphModule:
-    graph = fx.Graph()
+    graph, run = fx.Graph(), FakeCalls()
     like = [torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device="meta") for o in operands]
     fakes = fakes_on(device, like)
-    nodes: list[fx.Node] = []
-    for i, fake in enumerate(fakes):
-        nodes.append(graph.placeholder(f"x{i}"))
-        nodes[-1].meta["val"] = fake
-    for call in calls:
-        args, kwargs = pytree.tree_map(lambda arg: _placed(arg, nodes, device), (call.args, call.kwargs))
-        nodes.append(graph.call_function(op_named(call.op), args, kwargs))
-        nodes[-1].meta["val"] = FakeCalls()(op_named(call.op), args, kwargs, fake_mode_of(tuple(fakes)))
-    graph.output((nodes[-1],))
+    given: list[list[fx.Node]] = []
+    for fake, count in zip(fakes, each, strict=True):
+        given.append([graph.placeholder(f"x{len(graph.nodes)}") for _ in range(count)])
+        for node in given[-1]:
+            node.meta["val"] = fake
+    results: list[fx.Node] = []
+    for time in range(times):
+        nodes = [places[time % len(places)] for places in given]
+        for call in calls:
+            args, kwargs = pytree.tree_map(partial(_placed, nodes, device), (call.args, call.kwargs))
+            nodes.append(graph.call_function(op_named(call.op), args, kwargs))
+            nodes[-1].meta["val"] = run(op_named(call.op), args, kwargs, fake_mode_of(tuple(fakes)))
+        nodes[-1].meta["timed"] = True  # it runs, though nothing reads it
+        results.append(nodes[-1])
+    graph.output(tuple(_first(graph, result) for result in (results if kept else results[-1:])))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _placed(argument: object, nodes: list[fx.Node], device: torch.device) -> object:
+def _placed(nodes: list[fx.Node], device: torch.device, argument: object) -> object:
     if isinstance(argument, Operand):
         return nodes[argument.place]
     return device if isinstance(argument, torch.device) else argument

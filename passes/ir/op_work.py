@@ -181,7 +181,7 @@ def dtype_of(node: fx.Node) -> str:
 def kernel_form(node: fx.Node, word: Callable[[fx.Node], str] = dtype_of) -> str:
     """The op with its arguments, for each tensor a word, its dtype unless `word` says otherwise. Of numbers that
     are no integers only that they are there: no time depends on them."""
-    args, kwargs = map_operands(node, [_Word(word(operand)) for operand in tensor_operands(node)])
+    args, kwargs = map_operands(node, [Word(word(operand)) for operand in tensor_operands(node)])
     names = [argument.name for argument in schema_arguments(node.target)][: len(args)]
     if any(name in _OF_SHARDS for name in names):
         args = tuple(arg for name, arg in zip(names, args, strict=True) if name not in _OF_SHARDS)
@@ -214,13 +214,10 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(longer, key=lambda dim: (-strides[dim], dim)))
 
 
-class _Word(str):
+class Word(str):
     """Printed without quotes."""
 
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = str.__str__
 
 
 def _text(value: Any) -> str:

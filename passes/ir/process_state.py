@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-_log = logging.getLogger("autoshard")
+from cost_model.errors import log
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
@@ -74,7 +73,7 @@ def host_draws_told() -> Generator[None]:
     yield
     pairs = zip(("Python's random", "NumPy's"), before, states(), strict=True)
     if drawn := [name for name, old, new in pairs if old != new]:
-        _log.warning(
+        log.warning(
             "forward draws from %s numbers: they are those of the first call in all calls of its kind\n"
             "  try: torch.rand(()), of which each call has its own; or draw before the call, and pass what was drawn",
             " and ".join(drawn),

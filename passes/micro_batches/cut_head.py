@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from passes.ir.process_state import collector_paused
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import Uncut
 from passes.micro_batches.in_pieces import PieceWriter, without_uses
-from passes.micro_batches.run_times import READ_PART, RunTimes, Weights, find_run_times
+from passes.micro_batches.run_times import READ_PART, RunTime, RunTimes, Weights, find_run_times
 from passes.micro_batches.time_axis import TIME
 
 _ADD = {
@@ -107,7 +106,7 @@ class _Writer(PieceWriter):
         producer, result = result_index(node)
         if producer is not node:
             made = self.pieces[producer][index]
-            value = made[result] if isinstance(made, tuple) else self.emit(node, getitem, (made, result), {})
+            value = made[result] if isinstance(made, tuple) else self.emit(node, getitem, (made, result))
         else:
             pairs = zip(tensor_operands(node), self.times.layouts[node.name].operands, strict=True)
             value = self.in_piece(node, [self._part(*pair, index) for pair in pairs], index)
@@ -119,7 +118,7 @@ class _Writer(PieceWriter):
         """As soon as it is there, so that parts do not pile up."""
         ((_, how),) = self.layout(node).partial
         earlier = self.sums.get(node)
-        self.sums[node] = value if earlier is None else self.emit(node, _ADD[how], (earlier, value), {})
+        self.sums[node] = value if earlier is None else self.emit(node, _ADD[how], (earlier, value))
 
     def _is_read_whole(self, node: fx.Node) -> bool:
         return any(user.op == "output" or self.time(user) == "after" for user in node.users)
@@ -131,7 +130,7 @@ class _Writer(PieceWriter):
             return self.sums[node]
         if node not in self.wholes:
             dim = self.layout(node).dim_of(TIME)
-            self.wholes[node] = self.emit(node, torch.ops.aten.cat.default, (self.pieces[node], dim), {})
+            self.wholes[node] = self.emit(node, torch.ops.aten.cat.default, (self.pieces[node], dim))
         return self.wholes[node]
 
     def _part(self, node: fx.Node, wanted: Layout, index: int) -> fx.Node:
@@ -144,13 +143,11 @@ class _Writer(PieceWriter):
         if key not in self.parts:
             low, high = wanted.interval(node_value(node).shape, self.mesh, dim, index)
             arguments = (self.made[node], dim, low, high, 1)
-            self.parts[key] = self.emit(node, torch.ops.aten.slice.Tensor, arguments, {})
+            self.parts[key] = self.emit(node, torch.ops.aten.slice.Tensor, arguments)
         return self.parts[key]
 
-    def emit(
-        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> fx.Node:
-        return self.call(node, target, args, kwargs, phase=self.phase)
+    def said(self, node: fx.Node, runs: RunTime) -> dict[str, Any]:
+        return {"phase": self.phase}
 
 
 _LARGE = 0.5

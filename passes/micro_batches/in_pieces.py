@@ -103,24 +103,24 @@ class PieceWriter:
         return self.times.layouts[producer.name].results[index]
 
     def emit(
-        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> fx.Node:
-        """An op of a piece, on behalf of `node`."""
-        raise NotImplementedError
-
-    def call(
         self,
         node: fx.Node,
         target: Callable[..., Any],
         args: Sequence[Any],
-        kwargs: dict[str, Any],
-        **meta: Any,
+        kwargs: dict[str, Any] | None = None,
+        runs: RunTime = "piece",
     ) -> fx.Node:
+        """An op on behalf of `node`."""
+        kwargs = kwargs or {}
         made = self.graph.call_function(target, tuple(args), kwargs)
         inherited = {key: node.meta[key] for key in INHERITED if key in node.meta}
         value = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
-        made.meta = {"module": "", "source": "", **inherited, **meta, "val": value}
+        made.meta = {"module": "", "source": "", **inherited, **self.said(node, runs), "val": value}
         return made
+
+    def said(self, node: fx.Node, runs: RunTime) -> dict[str, Any]:
+        """Meta of what is emitted on behalf of `node`."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -150,7 +150,7 @@ class _Writer(PieceWriter):
     def _result(self, node: fx.Node, made: Any, index: int) -> fx.Node:
         if isinstance(made, tuple):
             return made[index]
-        return self._call(node, operator.getitem, (made, index), self.time(node))
+        return self.emit(node, operator.getitem, (made, index), runs=self.time(node))
 
     def _read_whole(self, node: fx.Node) -> fx.Node:
         if self.time(node) != "piece":
@@ -168,7 +168,7 @@ class _Writer(PieceWriter):
         else:
             start, _ = layout.interval(shape, self.mesh, dim, self.index)
             arguments = (self.made[node], "cat", dim, start, shape[dim])
-        return self.emit(node, torch.ops.autoshard.collect.default, arguments, {})
+        return self.emit(node, torch.ops.autoshard.collect.default, arguments)
 
     def _read_part(self, node: fx.Node, wanted: Layout) -> fx.Node:
         if self.time(node) == "piece":
@@ -179,7 +179,7 @@ class _Writer(PieceWriter):
         if (node, wanted) not in self.parts:
             low, high = wanted.interval(node_value(node).shape, self.mesh, dim, self.index)
             arguments = (self.made[node], dim, low, high - low)
-            self.parts[node, wanted] = self.emit(node, torch.ops.autoshard.piece.default, arguments, {})
+            self.parts[node, wanted] = self.emit(node, torch.ops.autoshard.piece.default, arguments)
         return self.parts[node, wanted]
 
     def _hold(self, node: fx.Node) -> fx.Node:
@@ -188,23 +188,10 @@ class _Writer(PieceWriter):
             return self.made[node]
         if node not in self.held:
             operation = torch.ops.autoshard.use.default
-            self.held[node] = self._call(node, operation, (self.made[node],), "before")
+            self.held[node] = self.emit(node, operation, (self.made[node],), runs="before")
         return self.held[node]
 
-    def emit(
-        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> fx.Node:
-        return self._call(node, target, args, "piece", kwargs)
-
-    def _call(
-        self,
-        node: fx.Node,
-        target: Callable[..., Any],
-        args: Sequence[Any],
-        runs: RunTime,
-        kwargs: dict[str, Any] | None = None,
-    ) -> fx.Node:
+    def said(self, node: fx.Node, runs: RunTime) -> dict[str, Any]:
         read = {user.meta.get("phase") for user in node.users}
         phase = node.meta.get("phase", "forward" if "forward" in read else "backward")
-        repeats = self.times.count if runs == "piece" else 1
-        return self.call(node, target, args, kwargs or {}, phase=phase, runs=runs, repeats=repeats)
+        return {"phase": phase, "runs": runs, "repeats": self.times.count if runs == "piece" else 1}

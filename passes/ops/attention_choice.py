@@ -91,58 +91,46 @@ def choose(case: Case, chip: Chip | None) -> Kernel:
     if 0 in (case.b, case.h, case.s, case.t, case.d, case.e):
         return "empty"
     for row in TABLE:
-        if refusal(row, case, chip) is None:
+        if may_compute(row, case, chip):
             return row.kernel
     return "math"
 
 
-def refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
-    """Why the kernel of `row` may not compute `case`; None if it may."""
-    if row.device not in ("any", case.device):
-        return f"runs on {row.device}, not on {case.device}"
-    if case.dtype not in row.dtypes:
-        return f"has no {case.dtype}"
-    if row.device == "cuda" and (why := _chip_refusal(row, case, chip)) is not None:
-        return why
-    if case.mask not in row.masks:
-        return f"takes no {case.mask} mask"
+def may_compute(row: Contract, case: Case, chip: Chip | None) -> bool:
+    """Whether the kernel of `row` may compute `case`."""
+    if row.device not in ("any", case.device) or case.dtype not in row.dtypes or case.mask not in row.masks:
+        return False
+    if row.device == "cuda" and (chip is None or not _runs_on(row, case, chip)):
+        return False
     if case.is_causal and case.mask != "none" and not row.causal_masked:
-        return "takes no mask beside is_causal"
+        return False
     if case.is_causal and case.s != case.t and not row.causal_unequal:
-        return "aligns a causal mask of unequal lengths at the bottom right"
-    if case.s < row.least_length or case.t < row.least_length:
-        return f"needs {row.least_length} queries and keys"
-    if row.equal_heads and case.d != case.e:
-        return "needs v to have the head size of q"
-    head = padded_head(row, max(case.d, case.e))
-    if row.largest_head is not None and head > row.largest_head:
-        return f"has no head size above {row.largest_head}"
-    if row.largest_grid is not None and (case.b > row.largest_grid or case.h > row.largest_grid):
-        return f"has no batch or number of heads above {row.largest_grid}"
-    return None
+        return False
+    if min(case.s, case.t) < row.least_length or (row.equal_heads and case.d != case.e):
+        return False
+    if row.largest_head is not None and _head(row, case) > row.largest_head:
+        return False
+    return row.largest_grid is None or max(case.b, case.h) <= row.largest_grid
 
 
-def _chip_refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
-    if chip is None:
-        return "needs a CUDA device of known compute capability"
-    if chip.hip:
-        return "is described for NVIDIA devices only"
+def _runs_on(row: Contract, case: Case, chip: Chip) -> bool:
     assert row.capabilities is not None
-    lowest, highest = row.capabilities
-    if not lowest <= chip.capability <= highest:
-        return f"runs on compute capability {lowest} to {highest}"
-    if row.cudnn is not None and not row.cudnn[0] <= chip.cudnn <= row.cudnn[1]:
-        return (
-            f"is known to be right in cuDNN {row.cudnn[0]} to {row.cudnn[1]}, not in {chip.cudnn or 'none'}"
-        )
     least = row.dtypes[case.dtype]
+    if chip.hip or not row.capabilities[0] <= chip.capability <= row.capabilities[1]:
+        return False
+    if row.cudnn is not None and not row.cudnn[0] <= chip.cudnn <= row.cudnn[1]:
+        return False
     if least is not None and chip.capability < least:
-        return f"has {case.dtype} from compute capability {least}"
-    head = padded_head(row, max(case.d, case.e))
-    for first, last, low, high in row.refused_heads:
-        if first <= chip.capability <= last and low <= head <= high:
-            return f"has no backward for head sizes {low} to {high} on compute capability {first} to {last}"
-    return None
+        return False
+    head = _head(row, case)
+    return not any(
+        first <= chip.capability <= last and low <= head <= high
+        for first, last, low, high in row.refused_heads
+    )
+
+
+def _head(row: Contract, case: Case) -> int:
+    return padded_head(row, max(case.d, case.e))
 
 
 def padded_head(row: Contract, size: int) -> int:

@@ -227,37 +227,26 @@ def reduce_scatter(operand: Tensor, op: str, group_size: int, group_name: str) -
 # Inductor knows a collective's kernel by "_c10d_functional" in the op's name.
 NAMESPACE = "autoshard_c10d_functional"
 
-_SCHEMAS = {
-    "all_reduce": "(Tensor input, str reduce_op, str group_name, str serves) -> Tensor",
-    "all_reduce_": "(Tensor(a!) input, str reduce_op, str group_name, str serves) -> Tensor(a!)",
-    "all_gather_into_tensor": "(Tensor input, int group_size, str group_name, str serves) -> Tensor",
-    "reduce_scatter_tensor": (
-        "(Tensor input, str reduce_op, int group_size, str group_name, str serves) -> Tensor"
-    ),
+_RUN: Mapping[str, tuple[str, Callable[..., Tensor]]] = {
+    "all_reduce": ("Tensor input, str reduce_op", all_reduce),
+    "all_reduce_": ("Tensor(a!) input, str reduce_op", all_reduce_),
+    "all_gather_into_tensor": ("Tensor input, int group_size", all_gather),
+    "reduce_scatter_tensor": ("Tensor input, str reduce_op, int group_size", reduce_scatter),
     "all_to_all_single": (
-        "(Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name, str serves)"
-        " -> Tensor"
+        "Tensor input, SymInt[] output_split_sizes, SymInt[] input_split_sizes",
+        all_to_all,
     ),
 }
+"""Name of a plain functional collective -> its arguments but for the group's name, and what runs instead of it."""
 
 
 def _plain(name: str) -> Any:
     return getattr(torch.ops._c10d_functional, name).default
 
 
-_RUN: Mapping[str, Callable[..., Tensor]] = {
-    "all_gather_into_tensor": all_gather,
-    "all_reduce": all_reduce,
-    "all_reduce_": all_reduce_,
-    "all_to_all_single": all_to_all,
-    "reduce_scatter_tensor": reduce_scatter,
-}
-"""What runs instead of the plain functional collective."""
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    plain = _RUN.get(name) or _plain(name)
-    label = name.removesuffix("_")
+def _named(name: str, arguments: str, plain: Callable[..., Tensor]) -> Any:
+    """The same op with one more argument, the name it serves."""
+    label, result = name.removesuffix("_"), "Tensor(a!)" if name.endswith("_") else "Tensor"
 
     def run(operand: Tensor, *arguments: Any) -> Any:
         # Kernels for CPUs lay some results out otherwise than their fakes say (convolutions).
@@ -268,18 +257,11 @@ def _kernel(name: str) -> Callable[..., Any]:
         with record_function(f"{label}: {serves}"):
             return plain(*rest)
 
-    return run
+    schema = f"{name}({arguments}, str group_name, str serves) -> {result}"
+    return operator(schema, run, lambda *arguments: _plain(name)(*arguments[:-1]), NAMESPACE)
 
 
-def _fake(name: str) -> Callable[..., Any]:
-    plain = _plain(name)
-    return lambda *arguments: plain(*arguments[:-1])
-
-
-_MADE = {
-    name: operator(f"{name}{schema}", _kernel(name), _fake(name), NAMESPACE)
-    for name, schema in _SCHEMAS.items()
-}
+_MADE = {name: _named(name, *of) for name, of in _RUN.items()}
 
 NAMED_BY_NAME: Mapping[str, Any] = {name: op for name, op in _MADE.items() if name[-1] != "_"}
 """Name of a plain functional collective -> the same op with one more argument, the name it serves."""

@@ -13,6 +13,7 @@ from torch import fx
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, map_operands, node_values, result_index, tensor_operands
+from passes.ir.op_work import Word
 from passes.layout.layout import JoinedAxes, joined_text
 from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, ResultRecord
 from passes.rules.core.rule_registry import is_fallback
@@ -87,7 +88,7 @@ def op_name(node: fx.Node) -> str:
 
 def op_text(node: fx.Node) -> str:
     tokens = [f"\0{i}\0" for i in range(len(tensor_operands(node)))]
-    args, kwargs = map_operands(node, [_Token(token) for token in tokens])
+    args, kwargs = map_operands(node, [Word(token) for token in tokens])
     shown = [_shown(a) for a in args] + [
         f"{k}={_shown(v)}" for k, v in kwargs.items() if not _is_placement(k, v)
     ]
@@ -102,12 +103,8 @@ def _is_placement(name: str, value: Any) -> bool:
     return name in ("device", "pin_memory", "layout") or value is None
 
 
-class _Token(str):
-    """An operand's place in the printed text."""
-
-
 def _shown(value: Any) -> str:
-    if isinstance(value, _Token):
+    if isinstance(value, Word):
         return str(value)
     if isinstance(value, str):
         return repr(value)

@@ -183,6 +183,10 @@ class PlannedGraph:
     nodes: tuple[NodeRecord, ...]
 
     @cached_property
+    def by_name(self) -> Mapping[str, NodeRecord]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
     def layouts(self) -> Assignment:
         """The layouts of every node; equal ones are one object."""
         same: dict[NodeLayouts, NodeLayouts] = {}

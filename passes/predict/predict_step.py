@@ -20,7 +20,7 @@ from passes.lower.partition import order_of
 from passes.lower.phases import Backward, Phases, split_backward
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
-from passes.plan.planned_graph import PlannedGraph, Transfer
+from passes.plan.planned_graph import PlannedGraph
 from passes.plan.transfers import ring_turns
 from passes.predict.predict_program import alone, predict_phases, predict_pieces, trained_by, update_seconds
 from passes.predict.prediction import MemoryWalk, Prediction
@@ -237,7 +237,20 @@ class Orders:
     def program(self, planned: PlannedGraph) -> RankProgram:
         """In the order of `planned`, which it `has`."""
         places, rings = step_places(self._joint, planned), ring_turns(self._joint, planned)
-        ordered = lambda module: self._ordered(module, planned, places, rings)
+
+        def ordered(module: fx.GraphModule) -> fx.GraphModule:
+            module = duplicate_module(module)
+            for node in module.graph.nodes:
+                if "transfer" in node.meta:
+                    transfer = self._program.local.transfers[node.meta["transfer"]]
+                    order = ("ahead", "places", "starts")
+                    kept = {name: value for name, value in node.meta.items() if name not in order}
+                    node.meta = kept | order_of(transfer, planned, places)
+                elif "ring" in node.meta:
+                    node.meta["turn"] = rings[node.meta["ring"]]
+            behind_ids(module.graph)
+            return module
+
         backward = self._split.backward
         split = replace(
             self._split,
@@ -249,25 +262,6 @@ class Orders:
     @cached_property
     def _split(self) -> Phases:
         return self._program.in_phases()
-
-    def _ordered(
-        self,
-        module: fx.GraphModule,
-        planned: PlannedGraph,
-        places: Mapping[Transfer, tuple[int, ...]],
-        rings: Mapping[str, tuple[int, ...]],
-    ) -> fx.GraphModule:
-        module = duplicate_module(module)
-        for node in module.graph.nodes:
-            if "transfer" in node.meta:
-                transfer = self._program.local.transfers[node.meta["transfer"]]
-                order = ("ahead", "places", "starts")
-                kept = {name: value for name, value in node.meta.items() if name not in order}
-                node.meta = kept | order_of(transfer, planned, places)
-            elif "ring" in node.meta:
-                node.meta["turn"] = rings[node.meta["ring"]]
-        behind_ids(module.graph)
-        return module
 
 
 def _slowest_step(ranks: Iterable[Prediction]) -> Prediction:

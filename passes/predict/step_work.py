@@ -35,7 +35,7 @@ LARGEST_NBYTES = 2**31
 
 @dataclass(frozen=True)
 class TensorLook:
-    """Stands for a tensor operand of a kernel."""
+    """How a tensor operand of a kernel looks."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -50,15 +50,15 @@ class TensorLook:
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for a tensor in a call of a fused group: one of the group's operands, or, at places beyond, the result of
-    one of its calls."""
+    """Stands for a tensor in a call of a kernel: one of the kernel's operands, or, at places beyond, the result of one
+    of its calls."""
 
     place: int
 
 
 @dataclass(frozen=True)
-class GroupCall:
-    """One op of a fused group. args, kwargs: an `Operand` for each tensor."""
+class OpCall:
+    """One op of a kernel. args, kwargs: an `Operand` for each tensor."""
 
     op: str
     args: tuple[Any, ...]
@@ -69,25 +69,28 @@ class GroupCall:
 class KernelCase:
     """One kernel, as it can be called without its program.
 
-    op: "aten.add.Tensor". args, kwargs: of the call, a `TensorLook` for each tensor. cold: per operand, whether it was
-    left by another phase, or is a parameter, and so in no cache. seconds: predicted, of all calls of a step. kept:
-    whether its result outlives its phase: it is written where nothing was lately. step_nbytes: that the step holds at
-    its peak, and so about what is touched between two uses of what is cold. group: of a fused group all that it calls,
-    `op` last; its own args are then there. inner: what all of `group` but `op` is priced by.
+    calls: the ops that it computes, one but where it is of a fused group; the last one's result is the kernel's. cold:
+    per operand, whether it was left by another phase, or is a parameter, and so in no cache. seconds: predicted, of all
+    calls of a step. kept: whether its result outlives its phase: it is written where nothing was lately. step_nbytes:
+    that the step holds at its peak, and so about what is touched between two uses of what is cold. fused: whether a
+    compiler makes it. inner: what all of `calls` but the last is priced by.
     """
 
     key: KernelKey
     work: KernelWork
-    op: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    calls: tuple[OpCall, ...]
     operands: tuple[TensorLook, ...]
     cold: tuple[bool, ...]
     seconds: float
     kept: bool = False
     step_nbytes: int = 0
-    group: tuple[GroupCall, ...] = ()
+    fused: bool = False
     inner: tuple[KernelWork, ...] = ()
+
+    @property
+    def op(self) -> str:
+        """ "aten.add.Tensor"."""
+        return self.calls[-1].op
 
 
 @dataclass(frozen=True)
@@ -165,24 +168,23 @@ class _Collected:
     def _case(
         self, key: KernelKey, node: fx.Node, operands: Sequence[fx.Node], kept: bool, group: FusedGroup | None
     ) -> KernelCase:
-        looks = tuple(_looks(operands))
         cold = tuple(storage_root(operand).op == "placeholder" for operand in operands)
-        work, name = self._work(node), str(node.target)
-        case = KernelCase(key, work, name, (), {}, looks, cold, 0.0, kept, self._step_nbytes)
-        if group is None:
-            args, kwargs = map_operands(node, looks)
-            return replace(case, args=args, kwargs=kwargs)
-        return replace(case, group=tuple(_calls(group)), inner=tuple(map(self._work, group.inner)))
+        calls = tuple(_calls(operands, [node] if group is None else group.ops))
+        inner = () if group is None else tuple(map(self._work, group.inner))
+        looks, fused = tuple(_looks(operands)), group is not None
+        return KernelCase(
+            key, self._work(node), calls, looks, cold, 0.0, kept, self._step_nbytes, fused, inner
+        )
 
     def _work(self, node: fx.Node) -> KernelWork:
         return local_work(node, self._prices.traffic(node))
 
 
-def _calls(group: FusedGroup) -> Iterator[GroupCall]:
-    place = {node: Operand(i) for i, node in enumerate((*group.operands, *group.ops))}
-    for node in group.ops:
+def _calls(operands: Sequence[fx.Node], ops: Sequence[fx.Node]) -> Iterator[OpCall]:
+    place = {node: Operand(i) for i, node in enumerate((*operands, *ops))}
+    for node in ops:
         args, kwargs = map_operands(node, [place[operand] for operand in tensor_operands(node)])
-        yield GroupCall(str(node.target), args, kwargs)
+        yield OpCall(str(node.target), args, kwargs)
 
 
 def _looks(operands: Sequence[fx.Node]) -> Iterator[TensorLook]:

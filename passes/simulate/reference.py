@@ -33,17 +33,16 @@ def measured_rounding(
     nodes: Mapping[str, Any],
     *,
     seed: int,
-    runs: int = 2,
 ) -> Rounding:
-    """What `runs` of the graph with other roundings make of `results` and `nodes`, those of a plain run on `values`.
+    """What two runs of the graph with other roundings make of `results` and `nodes`, those of a plain run on `values`.
 
     Every result of an op that rounds is multiplied by 1 + e, |e| at most its dtype's epsilon, drawn for each element.
     Whole numbers stay: masks and counts are exact. [Stochastic arithmetic: Vignes, CESTAC]
     """
     found = dict.fromkeys(nodes, 0.0)
     ends = [0.0] * len(results)
-    for run in range(runs):
-        nudged = _Nudged(joint.module, nodes, found, torch.Generator().manual_seed(seed + run + 1))
+    for run in range(2):
+        nudged = _Nudged(joint.module, nodes, found, seed + run + 1)
         with torch.no_grad():
             flat = nudged.run(*values)
         for i, (now, before) in enumerate(zip(flat, results, strict=True)):
@@ -62,14 +61,11 @@ class _Reference(fx.Interpreter):
 
 class _Nudged(_Reference):
     def __init__(
-        self,
-        module: fx.GraphModule,
-        before: Mapping[str, Any],
-        found: dict[str, float],
-        generator: torch.Generator,
+        self, module: fx.GraphModule, before: Mapping[str, Any], found: dict[str, float], seed: int
     ) -> None:
         super().__init__(module)
-        self._before, self._found, self._generator = before, found, generator
+        self._before, self._found = before, found
+        self._generator = torch.Generator().manual_seed(seed)
 
     def run_node(self, n: fx.Node) -> Any:
         value = seeded_call(n, super().run_node)

@@ -192,24 +192,21 @@ class _Offers(Copies):
         if result_index(node)[0].name not in self._stored or not isinstance(node.meta["val"], torch.Tensor):
             return self.copies[node]
         if node not in self._eithers:
-            self._eithers[node] = self._either(node, self.copies[node])
+            copy = self.copies[node]
+            with node.graph.inserting_after(copy):
+                self._eithers[node] = _either(node, copy)
         return self._eithers[node]
 
     def served(self) -> None:
         """What is kept for copies alone need not be kept where there are none: it is kept, or nothing reads it."""
         copies = dict.fromkeys(self.copies.values())
-        first: dict[fx.Node, fx.Node] = {}
-        for copy in copies:
-            for operand in copy.all_input_nodes:
-                first.setdefault(operand, copy)
         order = {node: place for place, node in enumerate(self.joint.graph.nodes)}
-        for operand in first:
+        for operand in dict.fromkeys(operand for copy in copies for operand in copy.all_input_nodes):
             readers = [user for user in operand.users if user in copies]
             if self._is_for_copies(operand, readers):
                 before = min(readers, key=order.__getitem__)
                 with operand.graph.inserting_before(before):
-                    either = self._new_either(operand, operand)
-                either.meta = _passed_on(operand, phase="backward", again=True)
+                    either = _either(operand, operand, phase="backward", again=True)
                 for reader in readers:
                     reader.replace_input_with(operand, either)
 
@@ -220,21 +217,14 @@ class _Offers(Copies):
         others = (user for user in _readers(node) if user not in copies)
         return not any(user in self.backward or user.meta.get("again") for user in others)
 
-    def _new_either(self, kept: fx.Node, again: fx.Node) -> fx.Node:
-        operation = torch.ops.autoshard.either.default
-        return kept.graph.create_node("call_function", operation, (kept, again), {}, name=kept.name + EITHER)
 
-    def _either(self, node: fx.Node, copy: fx.Node) -> fx.Node:
-        with node.graph.inserting_after(copy):
-            either = self._new_either(node, copy)
-        either.meta = _passed_on(copy)
-        return either
-
-
-def _passed_on(node: fx.Node, **said: Any) -> dict[str, Any]:
-    """The meta of an `either` of `node`."""
-    kept = {key: value for key, value in node.meta.items() if key != "rows"}
-    return kept | rows_passed_on(node, 2) | said
+def _either(kept: fx.Node, copy: fx.Node, **said: Any) -> fx.Node:
+    """Its meta is that of `copy`, but for what is said."""
+    operands, name = (kept, copy), kept.name + EITHER
+    either = kept.graph.create_node("call_function", torch.ops.autoshard.either.default, operands, name=name)
+    others = {key: value for key, value in copy.meta.items() if key != "rows"}
+    either.meta = others | rows_passed_on(copy, 2) | said
+    return either
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

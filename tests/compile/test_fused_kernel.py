@@ -12,9 +12,9 @@ from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork
 from passes.compile import single_kernel
 from passes.compile.compile_graph import compile_graph
-from passes.compile.single_kernel import compile_group, group_graph, repeated_group
+from passes.compile.single_kernel import compile_group, kernel_graph, repeated_kernel
 from passes.lower.rank_program import rank_program
-from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook, step_work
+from passes.predict.step_work import KernelCase, OpCall, Operand, TensorLook, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from tests.profiles import slow_compute
 
@@ -23,22 +23,22 @@ ROWS = TensorLook((4, 6), (6, 1), torch.float32)
 COLUMN = TensorLook((4, 1), (1, 1), torch.float32)
 
 EXP_OF_DIFFERENCE = (
-    GroupCall("aten.sub.Tensor", (Operand(0), Operand(1)), {}),
-    GroupCall("aten.exp.default", (Operand(2),), {}),
-    GroupCall("aten.sum.dim_IntList", (Operand(3), [1]), {}),
+    OpCall("aten.sub.Tensor", (Operand(0), Operand(1)), {}),
+    OpCall("aten.exp.default", (Operand(2),), {}),
+    OpCall("aten.sum.dim_IntList", (Operand(3), [1]), {}),
 )
 
 
-def case(*calls: GroupCall, looks: tuple[TensorLook, ...], cold: tuple[bool, ...] = ()) -> KernelCase:
+def case(*calls: OpCall, looks: tuple[TensorLook, ...], cold: tuple[bool, ...] = ()) -> KernelCase:
     key, work = KernelKey("", ()), KernelWork(0.0, 0.0, "float32")
     held = cold or (False,) * len(looks)
-    return KernelCase(key, work, calls[-1].op, (), {}, looks, held, 0.0, step_nbytes=2**20, group=calls)
+    return KernelCase(key, work, calls, looks, held, 0.0, step_nbytes=2**20, fused=True)
 
 
 def test_it_computes_what_its_ops_do() -> None:
     one = case(*EXP_OF_DIFFERENCE, looks=(ROWS, COLUMN))
     x, largest = torch.rand(4, 6), torch.rand(4, 1)
-    (found,) = compile_graph(group_graph(one, CPU), "inductor")([x, largest])
+    (found,) = compile_graph(kernel_graph(one, CPU), "inductor")([x, largest])
     torch.testing.assert_close(found, torch.exp(x - largest).sum(1))
 
 
@@ -66,9 +66,9 @@ def test_every_call_runs_the_program_once_and_reads_what_is_cold_elsewhere(
     monkeypatch.setattr(single_kernel, "compile_graph", noted.compile)
     wide = TensorLook((2**16,), (1,), torch.float32)
     one = case(
-        GroupCall("aten.add.Tensor", (Operand(0), Operand(1)), {}), looks=(wide, wide), cold=(True, False)
+        OpCall("aten.add.Tensor", (Operand(0), Operand(1)), {}), looks=(wide, wide), cold=(True, False)
     )
-    repeated_group(one, 3, CPU, "some")()
+    repeated_kernel(one, 3, CPU, "some")()
     assert noted.compiled == ["some"]
     assert len(noted.inputs) == 3
     cold, hot = zip(*noted.inputs, strict=True)
@@ -77,9 +77,9 @@ def test_every_call_runs_the_program_once_and_reads_what_is_cold_elsewhere(
 
 def test_what_the_compiler_refuses_is_refused_before_it_is_timed() -> None:
     with pytest.raises(Exception, match="broadcast"):
-        repeated_group(
+        repeated_kernel(
             case(
-                GroupCall("aten.add.Tensor", (Operand(0), Operand(1)), {}),
+                OpCall("aten.add.Tensor", (Operand(0), Operand(1)), {}),
                 looks=(ROWS, TensorLook((5,), (1,), torch.float32)),
             ),
             1,
@@ -99,8 +99,8 @@ def test_groups_of_a_program_can_be_built() -> None:
     joint = canonical_capture(model, inputs, {}).joint
     phases = rank_program(joint, plan.planned, mesh, 0, simulated_groups(mesh)).usual()
     work = step_work(phases, prices_of(slow_compute(), mesh, "inductor"), simulated_group_axes)
-    groups = [one for one in work.kernels if one.group]
+    groups = [one for one in work.kernels if one.fused]
     assert len(groups) > 8
     for one in groups:
-        assert group_graph(one, CPU).graph.output_node().args[0]
-    compile_group(max(groups, key=lambda one: len(one.group)), CPU, "inductor")
+        assert kernel_graph(one, CPU).graph.output_node().args[0]
+    compile_group(max(groups, key=lambda one: len(one.calls)), CPU, "inductor")

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_model.timed import KernelKey, KernelWork
 from passes.compile.single_kernel import repeated_kernel
-from passes.predict.step_work import KernelCase, TensorLook
+from passes.predict.step_work import KernelCase, OpCall, Operand, TensorLook
 
 CPU = torch.device("cpu")
 
@@ -33,13 +33,12 @@ def case(
     op: str, *looks: TensorLook, cold: tuple[bool, ...] = (), args: tuple[object, ...] = ()
 ) -> KernelCase:
     key, work = KernelKey(op, ()), KernelWork(0.0, 0.0, "float32")
-    return KernelCase(
-        key, work, op, (*looks, *args), {}, looks, cold or (False,) * len(looks), 0.0, step_nbytes=2**30
-    )
+    call = OpCall(op, (*map(Operand, range(len(looks))), *args), {})
+    return KernelCase(key, work, (call,), looks, cold or (False,) * len(looks), 0.0, step_nbytes=2**30)
 
 
 def called(one: KernelCase, calls: int) -> Calls:
-    run = repeated_kernel(one, calls, CPU)
+    run = repeated_kernel(one, calls, CPU, "eager")
     run()
     with Calls() as found:
         run()
@@ -65,7 +64,7 @@ def test_what_is_cold_is_another_tensor_each_time() -> None:
 
 def places(one: KernelCase, calls: int, runs: int, pool: torch.Tensor | None = None) -> list[list[int]]:
     """Where each call of every run finds its operands."""
-    run = repeated_kernel(one, calls, CPU, pool)
+    run = repeated_kernel(one, calls, CPU, "eager", pool)
     found: list[list[int]] = []
     for _ in range(runs):
         with Calls() as noted:
@@ -102,10 +101,10 @@ def test_operands_are_parts_of_a_pool() -> None:
 
 def test_a_result_that_is_kept_is_written_where_nothing_was_lately() -> None:
     one = replace(case("aten.add.Tensor", WEIGHT, WEIGHT), kept=True, step_nbytes=12 * 2**20)
-    run = repeated_kernel(one, 1, CPU)
+    run = repeated_kernel(one, 1, CPU, "eager")
     written = [run()[0].data_ptr() for _ in range(3)]  # type: ignore[index]
     assert len(set(written)) == 3
-    free = repeated_kernel(replace(one, kept=False), 1, CPU)
+    free = repeated_kernel(replace(one, kept=False), 1, CPU, "eager")
     result = weakref.ref(free()[0])  # type: ignore[index]
     assert result() is None, "what is not kept is freed"
 
@@ -140,7 +139,8 @@ def test_operands_that_are_repeated_and_not_copied() -> None:
 def test_truth_values_and_lists_of_operands() -> None:
     mask = replace(ROWS, dtype=torch.bool)
     assert len(called(case("aten.where.self", mask, ROWS, ROWS), 2).ops) == 2
-    joined = replace(case("aten.cat.default", ROWS, COLUMNS), args=([ROWS, COLUMNS], 0))
+    call = OpCall("aten.cat.default", ([Operand(0), Operand(1)], 0), {})
+    joined = replace(case("aten.cat.default", ROWS, COLUMNS), calls=(call,))
     assert [op for op, _, _ in called(joined, 2).ops] == ["aten.cat.default"] * 2
 
 
@@ -152,4 +152,4 @@ def test_the_users_generator_stays() -> None:
 
 def test_what_torch_refuses_is_refused_before_it_is_timed() -> None:
     with pytest.raises(Exception, match="same reduction dim"):
-        repeated_kernel(case("aten.mm.default", ROWS, ROWS), 1, CPU)
+        repeated_kernel(case("aten.mm.default", ROWS, ROWS), 1, CPU, "eager")

@@ -17,7 +17,7 @@ from autoshard.plan.plan_cache import keep_plan, keep_rehearsal, kept_plan, kept
 from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.task import search_plan
 from cost_model.mesh import MeshSpec
-from cost_model.profile import paced_profile
+from cost_model.profile import paced
 from tests.profiles import slow_compute
 from tests.refine.tasks import task
 
@@ -82,7 +82,7 @@ def test_a_plan_without_a_model_stays_without() -> None:
 
 def in_stages(pace: float) -> PipelinePlan:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
-    profile = paced_profile(slow_compute(), pace)
+    profile = paced(slow_compute(), pace)
     mesh = MeshSpec({"pp": 2, "dp": 2})
     plan = find_plan(model, mesh, (torch.ones(8, 16),), profile=profile, stages="pp", micro_batches=4)
     assert isinstance(plan, PipelinePlan)

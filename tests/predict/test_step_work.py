@@ -67,11 +67,11 @@ def test_its_seconds_are_the_step() -> None:
 def test_a_compiler_leaves_products_alone_and_all_else_is_timed_in_groups() -> None:
     joint, plan = planned(2)
     kernels = work_of(joint, plan, "inductor")[0].kernels
-    assert {case.op for case in kernels if not case.group} == {"autoshard.contract.default"}
-    groups = {tuple(call.op for call in case.group) for case in kernels if case.group}
+    assert {case.op for case in kernels if not case.fused} == {"autoshard.contract.default"}
+    groups = {tuple(call.op for call in case.calls) for case in kernels if case.fused}
     assert any(len(ops) > 1 for ops in groups)
-    assert all(len(case.inner) < len(case.group) for case in kernels if case.group)
-    assert not any(case.group for case in work_of(joint, plan, "eager")[0].kernels)
+    assert all(len(case.inner) < len(case.calls) for case in kernels if case.fused)
+    assert not any(case.fused for case in work_of(joint, plan, "eager")[0].kernels)
 
 
 def test_weights_and_saved_values_are_cold() -> None:

@@ -24,7 +24,7 @@ from autoshard.refine.refine import DividedRounds
 from autoshard.refine.time_work import time_work
 from cost_model.timed import KernelKey, KernelWork, TimedPrices
 from passes.compile.single_kernel import compile_group
-from passes.predict.step_work import CollectiveCase, GroupCall, KernelCase, Operand, TensorLook
+from passes.predict.step_work import CollectiveCase, KernelCase, OpCall, Operand, TensorLook
 from tests.profiles import slow_compute
 
 
@@ -132,7 +132,8 @@ def timed_cases(rank: int) -> TimedPrices:
 
     def kernel(name: str, *given: TensorLook) -> KernelCase:
         key, work = KernelKey(name, tuple(look.shape for look in given)), KernelWork(1024.0, 896.0, "float32")
-        return KernelCase(key, work, name, given, {}, given, (False,) * len(given), 1e-3)
+        call = OpCall(name, tuple(map(Operand, range(len(given)))), {})
+        return KernelCase(key, work, (call,), given, (False,) * len(given), 1e-3)
 
     cases = (
         kernel("aten.mm.default", looks[0], looks[0]),
@@ -152,11 +153,9 @@ def timed_groups(rank: int) -> tuple[TimedPrices, list[str]]:
     compiled: list[str] = []
 
     def group(op: str, *given: TensorLook) -> KernelCase:
-        call = GroupCall(op, tuple(map(Operand, range(len(given)))), {})
+        call = OpCall(op, tuple(map(Operand, range(len(given)))), {})
         key, work = KernelKey(op, tuple(look.shape for look in given)), KernelWork(1024.0, 896.0, "float32")
-        return KernelCase(
-            key, work, op, (), {}, given, (False,) * len(given), 1e-3, group=(call,), inner=(work,)
-        )
+        return KernelCase(key, work, (call,), given, (False,) * len(given), 1e-3, fused=True, inner=(work,))
 
     def noted(case: KernelCase, *where: Any) -> None:
         compiled.append(case.op)

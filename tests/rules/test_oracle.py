@@ -10,7 +10,7 @@ import torch
 from passes.rules.check.trial import call_node
 from passes.rules.core.assemble import whole_rule
 from passes.rules.core.notation import parse
-from passes.rules.core.rule import LocalContext, OpRule
+from passes.rules.core.rule import LocalContext, OpRule, describe
 from tests.rules.registered import Draw, aten, first_error
 
 
@@ -96,4 +96,4 @@ def test_a_hidden_factor_is_not_tried() -> None:
 
 def test_the_replicated_rule_is_always_right() -> None:
     node = call_node(aten.cumsum.default, (X, 0))
-    assert first_error(node, whole_rule([(4, 5), (4, 5)], 1)) is None
+    assert first_error(node, whole_rule(describe(node))) is None

@@ -50,7 +50,7 @@ def test_a_rule_is_made_once_for_ops_alike_and_again_for_another_builder() -> No
     def builder(name: str) -> Callable[[OpCall], OpRule]:
         def build(call: OpCall) -> OpRule:
             calls.append(name)
-            return whole_rule(call.shapes, 2)
+            return whole_rule(call)
 
         return build
 

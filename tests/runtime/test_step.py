@@ -16,7 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from autoshard.runtime.leaves import Compiler, InputSide, OutputSide, conform, output_wrapper, plain_input
+from autoshard.runtime.leaves import (
+    Compiler,
+    InputSide,
+    OutputSide,
+    RankSides,
+    conform,
+    output_wrapper,
+    plain_input,
+)
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import PhaseCode, Program
 from cost_model.mesh import MeshSpec
@@ -53,7 +61,7 @@ def whole_program(joint: JointGraph, backend: str = "eager") -> Program:
     ours = RankProgram.of(RankGraph(joint.module, {}), joint.inputs, joint.outputs)
     shapes = [tuple(n.meta["val"].shape) for n in joint.placeholders]
     sides = [InputSide(s, Layout.replicated(len(s))) for s in shapes[: len(ours.phases.inputs)]]
-    return Program(PhaseCode(ours, Compiler(backend)), sides, ONE, 0)
+    return Program(PhaseCode(ours, Compiler(backend)), RankSides(sides, ONE, 0))
 
 
 def net_program(backend: str = "eager") -> tuple[Net, Net, Program]:
@@ -236,7 +244,7 @@ def test_a_whole_gradient_of_an_input_that_came_as_a_shard() -> None:
     outputs = [GraphOutput("output", "y"), GraphOutput("grad", "x")]
     ours = RankProgram.of(RankGraph(local.module(y, whole), {}), inputs, outputs)
     sides = [InputSide((5,), Layout((("dp",),)))]
-    program = Program(PhaseCode(ours, Compiler("eager")), sides, MeshSpec({"dp": 2}), 1)
+    program = Program(PhaseCode(ours, Compiler("eager")), RankSides(sides, MeshSpec({"dp": 2}), 1))
     values = torch.arange(5.0, requires_grad=True)
     shard = torch.tensor([3.0, 4.0], requires_grad=True)
     for given in (values, shard):
@@ -283,7 +291,7 @@ def zero3(rank: int, spec: MeshSpec, group: str, kept: bool) -> Program:
         [GraphOutput("output", "y"), GraphOutput("grad", "w")],
     )
     sides = [InputSide((WIDTH, OUT), cols), InputSide((ROWS, WIDTH), rows)]
-    return Program(PhaseCode(ours, Compiler("eager")), sides, spec, rank)
+    return Program(PhaseCode(ours, Compiler("eager")), RankSides(sides, spec, rank))
 
 
 def run_zero3(rank: int, given: str) -> dict[str, Tensor]:

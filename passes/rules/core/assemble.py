@@ -22,6 +22,8 @@ from passes.layout.windows import Window
 from passes.rules.core.rule import Builder, Dim, Exchange, LocalContext, Localize, OpCall, OpRule, TensorInfo
 
 Dims = Sequence[Dim]
+Groups = str | Sequence[str]
+"""Of argument names, each separated by spaces."""
 
 
 def dims(names: str | Iterable[str]) -> tuple[Dim, ...]:
@@ -75,12 +77,18 @@ def assemble(
     )
 
 
-def whole_rule(
-    shapes: Sequence[Sequence[int]], n_operands: int, linear: Iterable[frozenset[int]] = ()
+def rule_of(
+    call: OpCall, operands: Sequence[Dims], results: Sequence[Dims], *, linear: Groups = (), **how: Any
 ) -> OpRule:
+    """The rule of one call. linear: as of `linear_sets`. how: the rest, as of `assemble`."""
+    return assemble(call.shapes, operands, results, linear=linear_sets(call, linear), **how)
+
+
+def whole_rule(call: OpCall, linear: Groups = ()) -> OpRule:
     """Nothing can be split."""
-    nothing = [((),) * len(shape) for shape in shapes]
-    return OpRule(tuple(nothing[:n_operands]), tuple(nothing[n_operands:]), sizes={}, linear=tuple(linear))
+    nothing = [((),) * len(shape) for shape in call.shapes]
+    n = len(call.operands)
+    return OpRule(tuple(nothing[:n]), tuple(nothing[n:]), sizes={}, linear=linear_sets(call, linear))
 
 
 def _solve(tensors: Sequence[Dims], shapes: Sequence[Sequence[int]], sizes: dict[str, int]) -> dict[str, int]:
@@ -140,12 +148,8 @@ def pointwise(*linear: str) -> Builder:
 
     def build(call: OpCall) -> OpRule:
         ndim = call.result.ndim
-        return assemble(
-            call.shapes,
-            [broadcast_dims(operand.ndim, ndim) for operand in call.operands],
-            [broadcast_dims(ndim)] * len(call.results),
-            linear=linear_sets(call, *linear),
-        )
+        operands = [broadcast_dims(operand.ndim, ndim) for operand in call.operands]
+        return rule_of(call, operands, [broadcast_dims(ndim)] * len(call.results), linear=linear)
 
     return build
 
@@ -156,8 +160,8 @@ def broadcast_dims(ndim: int, result_ndim: int | None = None) -> tuple[Dim, ...]
     return tuple((f"d{i}",) for i in range(end - ndim, end))
 
 
-def linear_sets(call: OpCall, *groups: str) -> tuple[frozenset[int], ...]:
-    """Operand positions of each group of argument names in which this call is linear.
+def linear_sets(call: OpCall, groups: Groups) -> tuple[frozenset[int], ...]:
+    """Operand positions of each group of argument names, or of one, in which this call is linear.
 
     A group must be all tensors: x + 1 is not linear, for every rank would add the 1; a number that
     is 0, or an argument left out, does no harm. An argument that is a list counts with all of its
@@ -165,7 +169,7 @@ def linear_sets(call: OpCall, *groups: str) -> tuple[frozenset[int], ...]:
     cast to an integer, or to 8 bits, is rounded in every part).
     """
     found: list[frozenset[int]] = []
-    for group in groups:
+    for group in [groups] if isinstance(groups, str) else groups:
         members: list[TensorInfo] = []
         legal = True
         for name in group.split():

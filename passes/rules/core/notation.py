@@ -74,7 +74,7 @@ class Notation:
                     f"  the op's {kind} shapes are {[tuple(s) for s in shapes]}"
                 )
         shapes = [*operand_shapes, *result_shapes]
-        counts = self._counts([*self.operands, *self.results], shapes)
+        counts = self._counts(shapes)
         terms = [_expand(term, len(shape), counts) for term, shape in zip(self._terms, shapes, strict=True)]
         try:
             return assemble(
@@ -94,10 +94,10 @@ class Notation:
     def _terms(self) -> tuple[Term, ...]:
         return (*self.operands, *self.results)
 
-    def _counts(self, terms: Sequence[Term], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    def _counts(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """How many dims "..." and each "*x" stand for; "..." may stand for fewer in some tensors."""
         counts: dict[str, int] = {}
-        for term, shape in zip(terms, shapes, strict=True):
+        for term, shape in zip(self._terms, shapes, strict=True):
             many = _variadic(term)
             extra = len(shape) - sum(dim != (many,) for dim in term)
             wrong = extra < 0 or (many is None and extra > 0)

@@ -225,7 +225,7 @@ def _made(node: fx.Node, builder: Builder | None) -> OpRule:
         or any(0 in shape for shape in call.shapes[:n])
         or all(0 in shape for shape in results)
     ):
-        return whole_rule(call.shapes, n)
+        return whole_rule(call)
     try:
         rule, rows = builder(call), node.meta.get("rows")
         return rule if rows is None else with_experts(rule, rows)

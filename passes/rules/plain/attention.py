@@ -37,12 +37,11 @@ from passes.layout.layout import KEYS, RING
 from passes.rules.core.assemble import (
     again,
     argument,
-    assemble,
     aten,
     filled,
     global_tensor,
     is_empty,
-    linear_sets,
+    rule_of,
 )
 from passes.rules.core.rule import Dim, Exchange, LocalContext, Localize, OpCall, OpRule, Ring
 from passes.rules.plain.online import LENGTH, Online, Seen, added, arguments, call, cast, visible
@@ -116,17 +115,15 @@ def attention(call: OpCall) -> OpRule:
 def attention_backward(call: OpCall) -> OpRule:
     """grad_out, q, k, v, mask, out, lse -> b h s d, b g t d, b g t e; s: sum; heads of queries: sum"""
     # out and lse are fixed, so the softmax's gradient is linear in grad_out
-    linear = linear_sets(call, "grad_out")
-    return _attention(
-        call, ("q", "k", "v"), {"s": "sum", KEYS: "sum"}, linear, (_backward, ring_backward, again)
-    )
+    ways = _backward, ring_backward, again
+    return _attention(call, ("q", "k", "v"), {"s": "sum", KEYS: "sum"}, "grad_out", ways)
 
 
 def _attention(
     call: OpCall,
     results: Sequence[str],
     reductions: dict[str, str],
-    linear: tuple[frozenset[int], ...],
+    linear: str | tuple[()],
     localize: tuple[Localize, Localize, Localize],
 ) -> OpRule:
     names = [name for name in call.arguments if name in _DIMS and call[name] is not None]
@@ -141,9 +138,7 @@ def _attention(
         # A mask may have fewer dims than the scores.
         operands = [read(name)[-call.tensor(name).ndim :] for name in names]
         made, whole = list(map(read, results)), ("t", "d", "e", *whole)
-        return assemble(
-            call.shapes, operands, made, reductions=reductions, whole=whole, linear=linear, **more
-        )
+        return rule_of(call, operands, made, reductions=reductions, whole=whole, linear=linear, **more)
 
     def ways(words: Mapping[str, Dim], *whole: str) -> list[OpRule]:
         """In parts of queries, and round a ring."""

@@ -18,16 +18,15 @@ from passes.rules.core.assemble import (
     Dims,
     again,
     argument,
-    assemble,
     aten,
     constant,
     filled,
     first_part,
     global_tensor,
     is_empty,
-    linear_sets,
     local_index,
     positions,
+    rule_of,
     whole_rule,
     with_ones,
     zero_where,
@@ -67,13 +66,13 @@ def _read(
 ) -> OpRule:
     """A sum over v, but of bools, which have none."""
     summable = call.operands[0].dtype != torch.bool
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         operands,
         [result],
         reductions={"v": "sum"} if summable else {},
         whole=whole if summable else ["v", *whole],
-        linear=linear_sets(call, "self"),
+        linear="self",
         localize=localize,
     )
 
@@ -91,7 +90,7 @@ def gather(call: OpCall) -> OpRule:
     """v a, k a -> k a; v: sum. Dims of which only a part is indexed are whole."""
     source, position = call.operands
     if source.ndim == 0 or position.ndim == 0:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     operand, indices, whole = gather_dims(source.shape, position.shape, call["dim"])
     return _read(call, [operand, indices], indices, _reading("index", 0), whole)
 
@@ -130,7 +129,7 @@ def index_select(call: OpCall) -> OpRule:
     """a v b, t -> a t b; v: sum"""
     ndim, dim = call.operands[0].ndim, call["dim"]
     if ndim == 0 or call.operands[1].ndim == 0:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     localize = _reading("index", ndim - 1 - dim % ndim)
     return _read(call, [rows_along(ndim, dim), [("t0",)]], rows_along(ndim, dim, "t0"), localize)
 
@@ -182,7 +181,7 @@ def index(call: OpCall) -> OpRule:
     """a v b, *t -> a *t b; v: sum. With several indices, the dims they index are whole."""
     named = IndexDims.of(call.operands[0], call["indices"])
     if named is None:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     localize = _reading("indices", named.after)
     return _read(call, [named.source, *named.indices], named.result, localize, named.whole)
 
@@ -197,7 +196,7 @@ def looked_up(name: str) -> Builder:
         rows = [*dims[:-1], ()] if "sorted_sequence" in call.arguments else [()] * values.ndim
         others = lambda ndim: rows if ndim == values.ndim > 1 else [()] * ndim
         operands = [dims if t is values else others(t.ndim) for t in call.operands]
-        return assemble(call.shapes, operands, [dims])
+        return rule_of(call, operands, [dims])
 
     return build
 
@@ -207,13 +206,13 @@ def embedding_backward(call: OpCall) -> OpRule:
     index = call.tensor("indices")
     names = [f"t{i}" for i in range(index.ndim)]
     tokens: list[Dim] = [(name,) for name in names]
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [[*tokens, ("d",)], tokens],
         [[("v",), ("d",)]],
         reductions=dict.fromkeys(names, "sum"),
         whole=names if call["scale_grad_by_freq"] else (),
-        linear=linear_sets(call, "grad_output"),
+        linear="grad_output",
         localize=_embedding_backward,
     )
 
@@ -270,15 +269,15 @@ def _along_index(
     """v a, k a, k a -> v a, or with one value for all."""
     source, position, values = call.tensor("self"), call.tensor("index"), call.arguments.get("src")
     if source.ndim == 0 or (values is not None and values.shape != position.shape):
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     operand, indices, partial = gather_dims(source.shape, position.shape, call["dim"])
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [operand, indices, indices][: len(call.operands)],
         [operand],
         reductions=reductions,
         whole=[*whole, *partial],
-        linear=linear_sets(call, *linear),
+        linear=linear,
         localize=localize,
     )
 
@@ -286,7 +285,7 @@ def _along_index(
 def scatter_add(call: OpCall) -> OpRule:
     """k: sum"""
     if call.tensor("self").dtype == torch.bool:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     adding = _adding("index", "src", ["k"])
     return _along_index(call, "self src", whole=(), reductions={"k": "sum"}, localize=adding)
 
@@ -326,14 +325,14 @@ def index_add(call: OpCall) -> OpRule:
     """a v b, t, a t b -> a v b; t: sum"""
     source, dim, ndim = call.tensor("self"), call["dim"], call.tensor("self").ndim
     if ndim == 0 or call.tensor("source").ndim == 0 or source.dtype == torch.bool:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     operand, index = rows_along(ndim, dim), [("t0",)][: call.tensor("index").ndim]
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [operand, index, rows_along(ndim, dim, "t0")],
         [operand],
         reductions={"t0": "sum"},
-        linear=linear_sets(call, "self source"),
+        linear="self source",
         localize=_adding("index", "source", ["t0"], ndim - 1 - dim % ndim),
     )
 
@@ -343,15 +342,15 @@ def index_put(call: OpCall) -> OpRule:
     source, values = call.tensor("self"), call.tensor("values")
     named = IndexDims.of(source, call["indices"])
     if named is None:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     adds = bool(call["accumulate"]) and source.dtype != torch.bool
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [named.source, *named.indices, named.result[len(named.result) - values.ndim :]],
         [named.source],
         reductions=dict.fromkeys(named.names, "sum") if adds else {},
         whole=named.whole if adds else [*named.names, *named.whole],
-        linear=linear_sets(call, "self values") if adds else (),
+        linear="self values" if adds else (),
         localize=_adding("indices", "values", named.names, named.after) if adds else _writing(named.after),
     )
 

@@ -13,13 +13,12 @@ from passes.rules.core.assemble import (
     Dims,
     again,
     argument,
-    assemble,
     aten,
     broadcast_dims,
     dims,
     empty_safe,
     global_tensor,
-    linear_sets,
+    rule_of,
     whole_rule,
 )
 from passes.rules.core.notation import parse, spec
@@ -67,12 +66,12 @@ def sum_rows(call: OpCall) -> OpRule:
 def _of_rows(call: OpCall, summed: int) -> OpRule:
     rows = _rows_of(call)
     kept, others = rows[: len(rows) - summed], dims(f"d{d}" for d in range(call.tensor("a").ndim - len(rows)))
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [(*rows, *others), rows],
         [(*kept, *others)],
         reductions={factor: "sum" for (factor,) in rows[len(kept) :]},
-        linear=linear_sets(call, "a"),
+        linear="a",
         localize=_rows_of_own_experts,
     )
 
@@ -90,13 +89,13 @@ def _rows_of(call: OpCall) -> tuple[Dim, ...]:
 
 
 def _routed(call: OpCall, operands: Sequence[Dims], result: Dims, reductions: dict[str, str]) -> OpRule:
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         operands,
         [result],
         sizes={"g": call["count"]},
         reductions=reductions,
-        linear=linear_sets(call, "a", "b"),
+        linear=("a", "b"),
         localize=_own_experts,
     )
 
@@ -122,7 +121,7 @@ def batched(text: str, *linear: str, localize: Localize | None = None) -> Builde
         batch = max(t.ndim - count for t, count in pairs if t is not None)
         dims = [_dims(t, count, batch) for t, count in pairs]
         n = len(call.operands)
-        return assemble(call.shapes, dims[:n], dims[n:], linear=linear_sets(call, *linear), localize=localize)
+        return rule_of(call, dims[:n], dims[n:], linear=linear, localize=localize)
 
     return build
 
@@ -139,7 +138,7 @@ def diagonal(call: OpCall) -> OpRule:
     gone = [call[name] % operand.ndim for name in ("dim1", "dim2")]
     dims = [() if d in gone else (f"d{d}",) for d in range(operand.ndim)]
     kept = [dims[d] for d in range(operand.ndim) if d not in gone]
-    return assemble(call.shapes, [dims], [[*kept, ()]], linear=linear_sets(call, "self"))
+    return rule_of(call, [dims], [[*kept, ()]], linear="self")
 
 
 def columns(call: OpCall) -> OpRule:
@@ -150,7 +149,7 @@ def columns(call: OpCall) -> OpRule:
     ]
     n = len(call.operands)
     summed = {} if call.result.ndim == 2 else {"d": "sum"}
-    return assemble(call.shapes, dims[:n], dims[n:], reductions=summed)
+    return rule_of(call, dims[:n], dims[n:], reductions=summed)
 
 
 def _in_multiples(ctx: LocalContext, step: int, least: int = 0) -> tuple[fx.Node, fx.Node]:
@@ -188,12 +187,12 @@ def scaled_product(call: OpCall) -> OpRule:
     the second: none lies along k, and sums of parts are scaled alike. Scales of blocks are whole."""
     (m, n), scales = call.result.shape, (call.tensor("scale_a").shape, call.tensor("scale_b").shape)
     if not all(math.prod(s) == 1 for s in scales) and scales != ((m, 1), (1, n)):
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     rest = [dims("n")] if isinstance(call["bias"], TensorInfo) else []
     rest += [((),) * len(t.shape) for t in (call["scale_result"],) if isinstance(t, TensorInfo)]
     by_row = [(("m",), ())[: len(scales[0])], ((), ("n",))[: len(scales[1])]]
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [dims("m k"), dims("k n"), *by_row, *rest],
         [dims("m n")],
         reductions={} if rest else {"k": "sum"},

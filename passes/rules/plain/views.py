@@ -23,6 +23,7 @@ from passes.rules.core.assemble import (
     empty_safe,
     linear_sets,
     offset,
+    rule_of,
 )
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule
 
@@ -35,13 +36,13 @@ def view(call: OpCall) -> OpRule:
     Locally a reshape, for a shard that came out of a collective may lie in memory in another order.
     """
     source, target, sizes, whole = common_factors(call.operands[0].shape, call.result.shape)
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [source],
         [target],
         sizes=sizes,
         whole=whole,
-        linear=linear_sets(call, "self"),
+        linear="self",
         localize=lambda ctx: ctx.call(aten.reshape.default, argument(ctx, "self"), ctx.result_shape()),
     )
 
@@ -114,16 +115,16 @@ def permute(call: OpCall) -> OpRule:
     """a b c -> c a b"""
     operand = broadcast_dims(call.result.ndim)
     reordered = [operand[d] for d in call["dims"]]
-    return assemble(call.shapes, [operand], [reordered], linear=linear_sets(call, "self"))
+    return rule_of(call, [operand], [reordered], linear="self")
 
 
 def other_dtype(call: OpCall) -> OpRule:
     """a b -> a b, the same bytes. Of elements of another size the last dim is whole."""
     operand = broadcast_dims(call.result.ndim)
     if call.operands[0].shape == call.result.shape:
-        return assemble(call.shapes, [operand], [operand], localize=in_rows)
+        return rule_of(call, [operand], [operand], localize=in_rows)
     ends = [*operand[:-1], ("p",)], [*operand[:-1], ("q",)]
-    return assemble(call.shapes, ends[:1], ends[1:], whole=("p", "q"), localize=in_rows)
+    return rule_of(call, ends[:1], ends[1:], whole=("p", "q"), localize=in_rows)
 
 
 def in_rows(ctx: LocalContext) -> fx.Node:
@@ -136,11 +137,11 @@ def in_rows(ctx: LocalContext) -> fx.Node:
 def expand(call: OpCall) -> OpRule:
     """1 b -> a b: the new factor may be split, each rank makes its part."""
     ndim = call.result.ndim
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [broadcast_dims(call.operands[0].ndim, ndim)],
         [broadcast_dims(ndim)],
-        linear=linear_sets(call, "self"),
+        linear="self",
         localize=lambda ctx: again(ctx, size=ctx.result_shape()),
     )
 
@@ -152,13 +153,13 @@ def full(call: OpCall) -> OpRule:
 
 def _made(call: OpCall, localize: Localize) -> OpRule:
     operands = [((),) * operand.ndim for operand in call.operands]
-    return assemble(call.shapes, operands, [broadcast_dims(call.result.ndim)], localize=localize)
+    return rule_of(call, operands, [broadcast_dims(call.result.ndim)], localize=localize)
 
 
 def arange(call: OpCall) -> OpRule:
     """Splits if start and step are whole numbers: only then is a part's start exact."""
     exact = all(v == int(v) for v in (call["start"], call["step"]))
-    return assemble(call.shapes, [], [[("d0",)]], whole=() if exact else ["d0"], localize=_arange)
+    return rule_of(call, [], [[("d0",)]], whole=() if exact else ["d0"], localize=_arange)
 
 
 def _arange(ctx: LocalContext) -> fx.Node:
@@ -204,7 +205,7 @@ def collect(call: OpCall) -> OpRule:
 
 def _passing(call: OpCall, cut: int | None) -> OpRule:
     dims: list[Dim] = [() if d == cut else (f"d{d}",) for d in range(call.result.ndim)]
-    linear = linear_sets(call, "x") if call.arguments.get("how", "sum") in ("sum", "cat") else ()
+    linear = linear_sets(call, "x" if call.arguments.get("how", "sum") in ("sum", "cat") else ())
     shapes = [tuple(1 if d == cut else n for d, n in enumerate(shape)) for shape in call.shapes]
     return assemble(shapes, [dims], [dims], linear=linear)
 
@@ -214,13 +215,7 @@ def reduce(op: str, *linear: str) -> Builder:
 
     def build(call: OpCall) -> OpRule:
         operand, result, gone = _reduced(call)
-        return assemble(
-            call.shapes,
-            [operand],
-            [result],
-            reductions=dict.fromkeys(gone, op),
-            linear=linear_sets(call, *linear),
-        )
+        return rule_of(call, [operand], [result], reductions=dict.fromkeys(gone, op), linear=linear)
 
     return build
 
@@ -228,7 +223,7 @@ def reduce(op: str, *linear: str) -> Builder:
 def reduce_whole(call: OpCall) -> OpRule:
     """a k -> a; k: whole. For reductions that parts do not add up to: argmax, prod."""
     operand, result, gone = _reduced(call)
-    return assemble(call.shapes, [operand], [result] * len(call.results), whole=gone)
+    return rule_of(call, [operand], [result] * len(call.results), whole=gone)
 
 
 def extremum(op: str) -> Builder:
@@ -241,8 +236,8 @@ def histogram(call: OpCall) -> OpRule:
     operand = broadcast_dims(call.operands[0].ndim)
     factors = [f for dim in operand for f in dim]
     given = call["min"] != call["max"]
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [operand],
         [[("n",)]],
         reductions=dict.fromkeys(factors, "sum") if given else {},
@@ -261,12 +256,12 @@ def along(argument: str = "dim", *linear: str) -> Builder:
         whole = {d % ndim for d in _as_list(call[argument])} if ndim else set()
         operand = tuple((f"w{i}" if i in whole else f"d{i}",) for i in range(ndim))
         result = tuple((f"r{i}" if i in whole else f"d{i}",) for i in range(ndim))
-        return assemble(
-            call.shapes,
+        return rule_of(
+            call,
             [operand] * len(call.operands),
             [result] * len(call.results),
             whole=[f"{letter}{i}" for i in whole for letter in "wr"],
-            linear=linear_sets(call, *linear),
+            linear=linear,
         )
 
     return build

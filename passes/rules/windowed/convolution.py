@@ -13,14 +13,13 @@ from passes.layout.windows import SlidingWindow, TransposedWindow
 from passes.rules.core.assemble import (
     again,
     argument,
-    assemble,
     aten,
     constant,
     empty_safe,
     first_part,
     is_empty,
-    linear_sets,
     neutral_where_empty,
+    rule_of,
 )
 from passes.rules.core.rule import Dim, LocalContext, OpCall, OpRule
 from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_factor, unpad_space
@@ -126,14 +125,14 @@ def convolution(call: OpCall) -> OpRule:
     """
     named = _Dims.of(call)
     linear = ("input", "weight") if call["bias"] is None else ("input bias", "weight bias")
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [named.input, named.weight, named.channels][: len(call.operands)],
         [named.output],
         sizes=named.sizes,
         reductions={"i": "sum"},
         whole=named.whole,
-        linear=linear_sets(call, *linear),
+        linear=linear,
         windows={(0, 2 + d): window for d, window in enumerate(named.windows)},
         localize=lambda ctx: _convolution(named.site(ctx), bool(call["transposed"])),
     )
@@ -171,14 +170,14 @@ def convolution_backward(call: OpCall) -> OpRule:
     if not named.whole:
         reductions["o"] = "sum"
     seen = (1, 3) if call.results[0] is not None else (1,)
-    rule = assemble(
-        call.shapes,
+    rule = rule_of(
+        call,
         [named.output, named.input, named.weight],
         results,
         sizes=named.sizes,
         reductions=reductions,
         whole=named.whole,
-        linear=linear_sets(call, "grad_output"),
+        linear="grad_output",
         windows={(t, 2 + d): window for t in seen for d, window in enumerate(named.windows)},
         localize=lambda ctx: _convolution_backward(named.site(ctx), bool(call["transposed"])),
     )
@@ -206,14 +205,14 @@ def _input_gradient_by_positions(call: OpCall, named: _Dims) -> OpRule:
     )
     nothing: tuple[Dim, ...] = ()
     return neutral_where_empty(
-        assemble(
-            call.shapes,
+        rule_of(
+            call,
             [output, input_, named.weight],
             [input_, nothing, nothing],
             sizes=named.sizes,
             reductions={} if named.whole else {"o": "sum"},
             whole=named.whole,
-            linear=linear_sets(call, "grad_output"),
+            linear="grad_output",
             windows={(0, 2 + d): window for d, window in enumerate(windows)},
             localize=lambda ctx: _by_positions(Site(ctx, 2, windows, named.counts, named.lengths, _position)),
         )

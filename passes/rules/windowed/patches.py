@@ -13,7 +13,7 @@ from torch import fx
 
 from passes.layout.layout import Span
 from passes.layout.windows import SlidingWindow
-from passes.rules.core.assemble import again, argument, assemble, empty_safe, linear_sets, whole_rule
+from passes.rules.core.assemble import again, argument, empty_safe, rule_of, whole_rule
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_dims, space_factor, unpad_space
 
@@ -73,13 +73,13 @@ def _patches(call: OpCall, plane: int) -> OpRule:
     columns = (*dims[:channel], (*dims[channel], "k"), rows)
     kernel = math.prod(per_dim(call["kernel_size"], _SPACE))
     tensors, localize = ([dims, columns], _take) if plane == 0 else ([columns, dims], _put)
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         tensors[:1],
         tensors[1:],
         sizes={"k": kernel, **dict(zip(rows, counts, strict=True))},
         whole=["k"],
-        linear=linear_sets(call, "self"),
+        linear="self",
         windows={(plane, channel + 1 + d): window for d, window in enumerate(windows)},
         localize=lambda ctx: localize(Site(ctx, channel + 1, windows, shape[-_SPACE:], counts)),
     )
@@ -116,7 +116,7 @@ def windows_along(call: OpCall) -> OpRule:
     """Tensor.unfold: a window(y) b -> a y b k; k: whole"""
     source = call.tensor("self")
     if source.ndim == 0:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     return _along(call, source.shape, call["dimension"], plane=0)
 
 
@@ -124,7 +124,7 @@ def windows_along(call: OpCall) -> OpRule:
 def windows_along_back(call: OpCall) -> OpRule:
     """unfold_backward: a y b k -> a window(y) b; k: whole"""
     if call.result.ndim == 0:
-        return whole_rule(call.shapes, len(call.operands))
+        return whole_rule(call)
     return _along(call, call.result.shape, call["dim"], plane=1)
 
 
@@ -133,12 +133,12 @@ def _along(call: OpCall, shape: tuple[int, ...], dim: int, plane: int) -> OpRule
     dim %= len(shape)
     dims: list[Dim] = [space_dims(1, 1)[0] if d == dim else (f"d{d}",) for d in range(len(shape))]
     tensors = [dims, [*dims, ("k",)]] if plane == 0 else [[*dims, ("k",)], dims]
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         tensors[:1],
         tensors[1:],
         whole=["k"],
-        linear=linear_sets(call, "self" if plane == 0 else "grad_in"),
+        linear="self" if plane == 0 else "grad_in",
         windows={(plane, dim): SlidingWindow(shape[dim], int(call["size"]), int(call["step"]))},
         localize=None if plane == 0 else lambda ctx: again(ctx, input_sizes=ctx.result_shape()),
     )
@@ -148,8 +148,8 @@ def _along(call: OpCall, shape: tuple[int, ...], dim: int, plane: int) -> OpRule
 def neighborhood_attention(call: OpCall) -> OpRule:
     """b *y h d, b *window(y) h d, b *window(y) h e -> b *y h e; d: whole; e: whole"""
     queries, values = _neighborhood_dims(call, "d"), _neighborhood_dims(call, "e")
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [queries, queries, values],
         [values],
         whole=("d", "e"),
@@ -165,12 +165,12 @@ def neighborhood_attention_backward(call: OpCall) -> OpRule:
     d: whole; e: whole
     """
     queries, values = _neighborhood_dims(call, "d"), _neighborhood_dims(call, "e")
-    return assemble(
-        call.shapes,
+    return rule_of(
+        call,
         [values, queries, queries, values],
         [queries, queries, values],
         whole=("d", "e"),
-        linear=linear_sets(call, "grad_out"),
+        linear="grad_out",
         windows=_seen(call, (2, 3, 5, 6)),
         localize=_placed(call),
     )

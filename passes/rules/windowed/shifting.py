@@ -17,15 +17,7 @@ from torch import fx
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_traits import slice_ends
 from passes.layout.windows import MirroredWindow, PeriodicWindow, SlidingWindow, TransposedWindow, Window
-from passes.rules.core.assemble import (
-    again,
-    argument,
-    assemble,
-    broadcast_dims,
-    constant,
-    linear_sets,
-    whole_rule,
-)
+from passes.rules.core.assemble import Groups, again, argument, broadcast_dims, constant, rule_of, whole_rule
 from passes.rules.core.rule import LocalContext, Localize, OpCall, OpRule
 
 aten = torch.ops.aten
@@ -36,15 +28,12 @@ def _factor(dim: int) -> str:
 
 
 def _shared(
-    call: OpCall,
-    windows: Mapping[tuple[int, int], Window],
-    linear: tuple[frozenset[int], ...],
-    localize: Localize | None,
+    call: OpCall, windows: Mapping[tuple[int, int], Window], linear: Groups, localize: Localize | None
 ) -> OpRule:
     """All tensors have the same dims, some seen through windows."""
     dims = broadcast_dims(call.operands[0].ndim)
-    rule = assemble(
-        call.shapes,
+    rule = rule_of(
+        call,
         [dims] * len(call.operands),
         [dims] * len(call.results),
         linear=linear,
@@ -57,7 +46,7 @@ def _shared(
 
 def slice_(call: OpCall) -> OpRule:
     """a window(b) -> a b"""
-    source, linear = call.operands[0].shape, linear_sets(call, "self")
+    source, linear = call.operands[0].shape, "self"
     dim = call["dim"] % max(1, len(source))
     step = int(call["step"] or 1)
     if source == call.result.shape:
@@ -79,7 +68,7 @@ def slice_backward(call: OpCall) -> OpRule:
     dim, step = call["dim"] % len(shape), int(call["step"])
     first, _ = slice_ends(call["start"], call["end"], shape[dim])
     window = TransposedWindow(call.operands[0].shape[dim], 1, step, before=-first)
-    linear = linear_sets(call, "grad_output")
+    linear = "grad_output"
     return _shared(call, {(0, dim): window}, linear, lambda ctx: _slice_backward(ctx, dim, window))
 
 
@@ -100,7 +89,7 @@ def cat(call: OpCall) -> OpRule:
     dim = call["dim"] % call.result.ndim
     pieces = _side_by_side([operand.shape[dim] for operand in call.operands])
     windows = {(i, dim): piece for i, piece in enumerate(pieces)}
-    return _shared(call, windows, linear_sets(call, "tensors"), lambda ctx: _cat(ctx, dim, pieces))
+    return _shared(call, windows, "tensors", lambda ctx: _cat(ctx, dim, pieces))
 
 
 def _side_by_side(lengths: Sequence[int]) -> list[SlidingWindow]:
@@ -129,7 +118,7 @@ def split(call: OpCall) -> OpRule:
     return _shared(
         call,
         {(1 + i, dim): piece for i, piece in enumerate(pieces)},
-        linear_sets(call, "self"),
+        "self",
         lambda ctx: _split(ctx, dim, pieces),
     )
 
@@ -164,7 +153,7 @@ def pad(call: OpCall) -> OpRule:
     return _shared(
         call,
         {(0, d): window for d, window in windows.items()},
-        linear_sets(call, "self value"),
+        "self value",
         lambda ctx: _pad(ctx, amounts, windows),
     )
 
@@ -183,14 +172,14 @@ def flip(call: OpCall) -> OpRule:
     """a window(b) -> a b"""
     shape = call.result.shape
     windows = {(0, d % len(shape)): MirroredWindow(shape[d]) for d in call["dims"] if shape}
-    return _shared(call, windows, linear_sets(call, "self"), again)
+    return _shared(call, windows, "self", again)
 
 
 def roll(call: OpCall) -> OpRule:
     """a window(b) -> a b. Without "dims" the tensor rolls as one: nothing can be split."""
-    shape, linear = call.result.shape, linear_sets(call, "self")
+    shape, linear = call.result.shape, "self"
     if not call["dims"]:
-        return whole_rule(call.shapes, 1, linear)
+        return whole_rule(call, linear)
     shifts: dict[int, int] = {}
     for dim, shift in zip(call["dims"], call["shifts"], strict=True) if shape else ():
         shifts[dim % len(shape)] = shifts.get(dim % len(shape), 0) + shift
@@ -206,13 +195,13 @@ def _roll(ctx: LocalContext, shifts: Mapping[int, int]) -> fx.Node:
 def circular_pad(call: OpCall) -> OpRule:
     """a window(b) -> a b"""
     windows = _circles(call.operands[0].shape, call["pads"])
-    return _shared(call, {(0, d): w for d, w in windows.items()}, linear_sets(call, "x"), _circular)
+    return _shared(call, {(0, d): w for d, w in windows.items()}, "x", _circular)
 
 
 def circular_pad_backward(call: OpCall) -> OpRule:
     """a b -> a window(b)"""
     windows = _circles(call.result.shape, call["pads"])
-    return _shared(call, {(1, d): w for d, w in windows.items()}, linear_sets(call, "grad"), _circular)
+    return _shared(call, {(1, d): w for d, w in windows.items()}, "grad", _circular)
 
 
 def _circles(shape: Sequence[int], pads: Sequence[int]) -> dict[int, PeriodicWindow]:

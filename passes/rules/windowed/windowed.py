@@ -14,7 +14,7 @@ from torch import fx
 
 from passes.layout.layout import Span
 from passes.layout.windows import Window
-from passes.rules.core.assemble import again, assemble, aten, empty_safe, linear_sets
+from passes.rules.core.assemble import Groups, again, aten, empty_safe, rule_of
 from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
 Placed = tuple[fx.Node, fx.Node]
@@ -146,7 +146,7 @@ def windowed(
     results: str,
     windows_of: Callable[[OpCall, Sequence[int], Sequence[int]], Sequence[W]],
     localize: Callable[[Site[W]], Emitted],
-    linear: str | None = None,
+    linear: Groups = (),
     unsplit: Callable[[LocalContext], fx.Node] = again,
 ) -> Callable[[int], Builder]:
     """x: a tensor of the input's shape, seen through windows; y: one of the output's. The rule by how many dims,
@@ -169,11 +169,11 @@ def windowed(
                 site = Site(ctx, lead, windows, lengths, counts)
                 return localize(site) if site.split else unsplit(ctx)
 
-            return assemble(
-                call.shapes,
+            return rule_of(
+                call,
                 [dims] * len(operands),
                 [dims] * len(results),
-                linear=() if linear is None else linear_sets(call, linear),
+                linear=linear,
                 windows={
                     (t, lead + d): window
                     for t, kind in enumerate(kinds)
