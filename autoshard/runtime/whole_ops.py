@@ -6,6 +6,7 @@ torch gives `p[1]`, where rows are split, as a copy: what is written into it wou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -66,10 +67,8 @@ class PartOfWhole(DTensor):
         if op is aten.as_strided.default:
             return _strided(op, args, kwargs or {})
         plain = lambda value: dtensor_from(local_of(value), sharding_of(value))
-        found = op(
-            *pytree.tree_map_only(PartOfWhole, plain, args),
-            **pytree.tree_map_only(PartOfWhole, plain, kwargs or {}),
-        )
+        given: Any = pytree.tree_map_only(PartOfWhole, plain, (args, kwargs or {}))
+        found = op(*given[0], **given[1])
         for part in written:
             if isinstance(part, PartOfWhole):
                 _put(part.root, part.whole)
@@ -106,15 +105,14 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: 
         return op(args[0], args[1], args[2] + len(args[1]), args[3])
     if op is aten._to_copy.default and kwargs.get("dtype") in WIDER:
         return _replicated(op(args[0].full_tensor(), **kwargs), _mesh(args[0]))
-    if op is aten.sum.dim_IntList and args[1:] and not args[1]:  # of all dims, which torch takes for none
+    if op is aten.sum.dim_IntList and args[1:] and not args[1]:  # of all dims
         return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     errs = _errs(op, args) or _is_mixed(op, args)
     if errs and any(not p.is_replicate() for value in given for p in value.placements):
         return _whole(op, args, kwargs, written)
     draws = _draws(op, args, kwargs)
-    if (
-        draws and _mesh(given[0]).device_type == "cpu" and not given[0].is_meta
-    ):  # torch draws in step on others alone
+    on_cpu = _mesh(given[0]).device_type == "cpu" and not given[0].is_meta
+    if draws and on_cpu:  # torch draws in step on others alone
         return _whole(op, args, kwargs, written)
     if written and not draws and not _dtensors(args):  # `torch.eye(5, 3, out=p)`: sizes are of the whole
         return _whole(op, args, kwargs, written)
@@ -152,12 +150,11 @@ _NOTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.defaul
 _INDEXED = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
-_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor})
 
 
 def _errs(op: Any, args: tuple[Any, ...]) -> bool:
     """Whether torch's answer, of shards, is not that of the whole."""
-    if op in _FILLS:  # torch fills a pending sum on every rank, which adds up
+    if op in (aten.fill_.Scalar, aten.fill_.Tensor):  # torch fills a pending sum on every rank, which adds up
         return is_partial(args[0])
     if op in _INDEXED:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -247,10 +244,16 @@ def _has_empty_shards(x: DTensor) -> bool:
     return any(size <= -(-size // n) * (n - 1) for size, n in zip(x.shape, parts, strict=True))
 
 
+_RESIZED = """resize_ of a tensor of a parallel model, which may be in parts on ranks
+  try: p.data = a tensor of the new size; p.grad = None, to free it"""
+
+
 @torch.no_grad()
 def _viewed_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """`p.unsqueeze_(0)`: the tensor becomes its view."""
-    name = op._schema.name.split("::")[1].removesuffix("_")
+    name = op._schema.name.split("::")[1].removesuffix("_").replace("resize", "reshape")
+    if name == "reshape" and prod(args[1]) != args[0].numel():
+        raise ShardingError(_RESIZED)
     return become_view(op, args, kwargs, getattr(args[0], name)(*args[1:], **kwargs))
 
 
@@ -291,8 +294,10 @@ def _send_first(values: Iterable[Any], mesh: DeviceMesh) -> None:
             value.copy_(sent)
 
 
-def _like_one(value: Tensor, operands: list[DTensor]) -> DTensor:
-    """Laid out as the first operand of its shape, as a gradient should be; else replicated."""
+def _like_one(value: Tensor, operands: list[DTensor]) -> Tensor:
+    """Laid out as the first operand of its shape, as a gradient should be; else replicated; whole if it is sparse."""
+    if value.layout is not torch.strided:
+        return value
     for one in operands:
         if one.shape == value.shape and value.ndim and not is_partial(one):
             return as_laid_out(value, one)

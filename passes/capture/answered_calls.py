@@ -23,8 +23,9 @@ from passes.capture.operator_calls import (
     pad,
 )
 from passes.capture.packed_calls import PACKED
+from passes.capture.row_dims import paired
 from passes.capture.row_table import ROWS
-from passes.capture.rows import Rows, one_choice, rows_in, unknown
+from passes.capture.rows import Choice, Rows, one_choice, rows_in, unknown
 from passes.ir.torch_dispatch import replaced_attribute
 from passes.ir.torch_tracing import tracing_suspended
 
@@ -231,6 +232,43 @@ def _added_up(places: Tensor, there: Tensor, weights: Tensor | None, length: int
     return each.new_zeros(length).scatter_add(0, places, each)
 
 
+def _by_number(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of sizes, of which one may be that of chosen rows, `torch.zeros(len(rows), 8)`: rows, too."""
+
+    @wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        for sizes in (args, *(part for part in given if isinstance(part, (tuple, list)))):
+            for i, size in enumerate(sizes):
+                choice = getattr(size, "counts", None)
+                if choice is not None and not (function is Tensor.expand and rows_in(args)):
+                    plain: Any = pytree.tree_map_only(Tensor, _in_full, (args, kwargs))
+                    return _as_rows(function, choice, function(*plain[0], **plain[1]), len(sizes) - i)
+        return function(*args, **kwargs)
+
+    return made
+
+
+def _in_full(value: Tensor) -> Any:
+    if isinstance(value, Rows):
+        return value.seen
+    choice = getattr(value, "counts", None)
+    return value if choice is None else choice.valid.numel()
+
+
+def _as_rows(function: Callable[..., Any], choice: Choice, made: Tensor, back: int) -> Any:
+    if function is torch.eye:
+        return paired(choice, made)
+    if function is torch.arange:
+        if made.shape != choice.valid.shape:
+            raise unknown("arange from or by another number", choice)
+        return choice.rows((choice.valid.cumsum(0) - 1).to(made.dtype))
+    at = made.ndim - back
+    return choice.rows(made.movedim(at, 0), at=at)
+
+
+_NEW_NAMES = "zeros ones empty full eye arange new_zeros new_ones new_empty new_full expand"
+_MAKERS = [getattr(torch, name, None) or getattr(Tensor, name) for name in _NEW_NAMES.split()]
 _OF_BOTH = (repeat_interleave, unique, unique_consecutive, histc, bincount)
 """Of `torch` and of `Tensor`, by their names."""
 _ANSWERED: dict[Any, Callable[..., Any]] = {
@@ -249,6 +287,7 @@ _ANSWERED: dict[Any, Callable[..., Any]] = {
     **{getattr(owner, answer.__name__): answer for owner in (torch, Tensor) for answer in _OF_BOTH},
     **PACKED,
     **ROWS,
+    **{maker: _by_number(maker) for maker in _MAKERS},
 }
 """Torch function -> what is called in its place, whatever a forward is traced for."""
 

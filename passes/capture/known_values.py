@@ -22,6 +22,11 @@ aten = torch.ops.aten
 _COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
 _CHOICES = {aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1}
 """By a mask, which argument that is."""
+_ALIKE: dict[Any, Any] = {
+    aten._is_all_true.default: aten.all.default,
+    aten._is_any_true.default: aten.any.default,
+}
+"""Ops by which torch's own code asks what a script asks by others."""
 _COPIES = (aten._to_copy.default, aten.clone.default)
 _TESTS = (aten.isinf.default, aten.isnan.default)
 _SAME: dict[Any, bool] = {aten.eq.Tensor: True, aten.ne.Tensor: False}
@@ -61,7 +66,7 @@ class History:
                     self._noted(self._graph.placeholder("written"), leaf)
             return
         given: Any = pytree.tree_map_only(Tensor, self._node, (args, kwargs))
-        node = self._noted(self._graph.call_function(func, *given), result)
+        node = self._noted(self._graph.call_function(_ALIKE.get(func, func), *given), result)
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if isinstance(part, Tensor):
                 self._noted(self._graph.call_function(operator.getitem, (node, index)), part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -13,10 +12,54 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.capture.rows import Choice, Rows, by_row, filled, in_front, one_choice, plainly, rows_in, unknown
+from passes.capture.rows import Choice, Rows, filled, in_front, name_of, one_choice, rows_in, unknown
 from passes.ir.op_traits import neutral
+from passes.ir.torch_tracing import tracing_suspended
 
 Options = dict[str, Any]
+_VIEW_NAMES = "chunk split narrow select squeeze unsqueeze unflatten permute expand detach"
+_VIEWS, _FIRST_VIEWS = frozenset(_VIEW_NAMES.split()), frozenset(("flatten", "reshape"))
+"""Views; and those of memory in order, as it is where rows are the first dim."""
+_SAME_NAMES = "to float double half bfloat16 int long bool type_as contiguous flatten reshape"
+_SAME = frozenset(_SAME_NAMES.split())
+"""Whose results may share memory with their argument."""
+
+
+def bare(value: Any) -> Any:
+    return value.seen if isinstance(value, Rows) else value
+
+
+def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of all rows."""
+    given: Any = pytree.tree_map(bare, (args, kwargs))
+    return func(*given[0], **given[1])
+
+
+def by_row(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int | Callable[[int], int] | None = None
+) -> Any:
+    """The same of a function that works on each row alone. at: of its results, or ndim -> at; None: that of all its
+    rows."""
+    rows, name = rows_in((args, kwargs)), name_of(func)
+    choice = one_choice(rows)
+    first = rows[0]
+    if any(one.is_pair or one.back != first.back or (at is None and one.at != first.at) for one in rows):
+        raise unknown(name, choice)
+    made = plainly(func, args, kwargs)
+    if made is first.padded:
+        return first
+    to = at(pytree.tree_leaves(made)[0].ndim) if callable(at) else first.at if at is None else at
+    is_first = not (to or first.at)
+    base = first if name in _VIEWS or (is_first and name in _FIRST_VIEWS) else None
+    result = pytree.tree_map_only(
+        Tensor, lambda seen: choice.rows(seen.movedim(to, 0) if to else seen, at=to, base=base), made
+    )
+    if base is not None and first.places is not None and isinstance(result, Rows) and is_first:
+        with tracing_suspended():
+            result.places = func(first.places, *args[1:], **kwargs)
+    for one in (*rows, *rows_in(result)) if base is None and name in _SAME else ():
+        one.is_aliased, one.copies = True, first.copies
+    return result
 
 
 def over_rows(name: str, rows: Rows, dims: Sequence[int], rest: tuple[Any, ...], kwargs: Options) -> Any:
@@ -103,16 +146,37 @@ def _lowest(rows: Rows) -> Tensor:
     return filled(rows.padded, rows.choice.valid, torch.finfo(rows.padded.dtype).min)
 
 
+def largest_ones(rows: Rows, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """`torch.topk` over the rows; a number counts those that are there."""
+    front = rows.choice.in_front
+    if rows.at:
+        raise unknown("topk", rows.choice)
+    if front.valid.sum() < k:
+        raise RuntimeError("selected index k out of range")
+    out = neutral("max" if largest else "min", rows.padded.dtype)
+    return torch.topk(filled(in_front(rows), front.valid, out), k, 0, largest, sorted)
+
+
+def _prod(rows: Rows, dims: list[int], keepdim: bool, options: Options) -> Tensor:
+    found = filled(rows.padded, rows.choice.valid, 1)
+    for dim in sorted(dims, reverse=True):
+        found = found.prod(dim, keepdim=keepdim, **options)
+    return found
+
+
 def _logsumexp(rows: Rows, dims: list[int], keepdim: bool, options: Options) -> Tensor:
     return torch.logsumexp(_lowest(rows), dims, keepdim)
 
 
-def _cumsum(rows: Rows, dims: list[int], keepdim: bool, options: Options) -> Rows:
-    return rows.choice.rows(filled(rows.padded, rows.choice.valid, 0).cumsum(*dims, **options))
+def _cumulated(
+    function: Callable[..., Tensor], first: int, rows: Rows, dims: list[int], keepdim: bool, options: Options
+) -> Rows:
+    return rows.choice.rows(function(filled(rows.padded, rows.choice.valid, first), *dims, **options))
 
 
 OVER: dict[Any, Callable[..., Any]] = {
-    "sum": _sum, "mean": _mean, "std": _std, "var": _var, "any": _any, "all": _all, "cumsum": _cumsum,
+    "sum": _sum, "mean": _mean, "std": _std, "var": _var, "any": _any, "all": _all,
+    "cumsum": partial(_cumulated, torch.cumsum, 0), "prod": _prod, "cumprod": partial(_cumulated, torch.cumprod, 1),
     "amax": partial(_largest, torch.amax, "max"), "amin": partial(_largest, torch.amin, "min"),
     "max": partial(_largest, torch.amax, "max"), "min": partial(_largest, torch.amin, "min"),
     ("max", "dim"): partial(_with_number, torch.max, "max"), ("min", "dim"): partial(_with_number, torch.min, "min"),
@@ -129,6 +193,8 @@ def _in_one(shape: tuple[Any, ...]) -> list[Any]:
 def _view(rows: Rows, *shape: Any) -> Any:
     """[*any, n, *more] as [*others, n, *others]."""
     wanted, seen = _in_one(shape), rows.seen.shape
+    if rows.grouped is not None and len(wanted) > 1:
+        return _view(rows.grouped, *wanted)
     counted = [i for i, size in enumerate(wanted) if isinstance(size, Tensor)]
     free = [i for i, size in enumerate(wanted) if i not in counted and size == -1]
     at = (counted or free or [0])[0]
@@ -201,6 +267,22 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Rows:
     return by_row(torch.stack, (list(tensors), dim), {}, at)
 
 
+def matmul(x: Any, other: Any) -> Any:
+    if isinstance(x, Rows) and isinstance(other, Rows):
+        if x.back == 2 and other.back == 1 < other.padded.ndim:
+            return paired(one_choice((x, other)), torch.matmul(x.seen, other.seen))
+        if x.back == 1 < x.padded.ndim and other.back == 2:
+            return torch.matmul(torch.where(one_choice((x, other)).valid, x.seen, 0), other.seen)
+        fits = x.back == other.back > 2
+    elif isinstance(x, Rows):
+        fits = other.ndim <= 2 <= x.back
+    else:
+        fits = x.ndim <= other.padded.ndim >= 2 and other.back == 1
+    if not fits:
+        raise unknown("matmul", one_choice((x, other)))
+    return by_row(torch.matmul, (x, other), {})
+
+
 def paired(choice: Choice, seen: Tensor) -> Rows:
     """[*any, n, n], of which the rows of both dims are there."""
     rows = choice.rows(seen.movedim(-2, 0), at=seen.ndim - 2)
@@ -227,14 +309,45 @@ def of_pairs(name: str, is_pointwise: bool, func: Any, args: tuple[Any, ...], kw
         and dim in range(first.at + 1)
     ):
         return paired(choice, first.seen.unsqueeze(dim))
-    if name in ("softmax", "log_softmax") and isinstance(first, Rows) and dim in (-1, first.padded.ndim - 1):
-        low = torch.where(valid, first.seen, torch.finfo(first.padded.dtype).min)
-        return paired(choice, func(low, *args[1:], **kwargs))
+    lead = first.padded.ndim - 2 if isinstance(first, Rows) else 0
+    if name in ("sum", "mean", "amax", "amin") and isinstance(dim, int) and 0 <= dim < lead:
+        return paired(choice, plainly(func, args, kwargs))
+    if name in ("view", "reshape") and isinstance(first, Rows):
+        wanted = _in_one(args[1:])
+        if all(isinstance(size, Tensor) for size in wanted[-2:]):
+            return paired(choice, first.seen.reshape(*wanted[:-2], *first.seen.shape[-2:]))
+    if name in OVER and isinstance(first, Rows) and dim in (-1, first.padded.ndim - 1):
+        return _over_others(name, first, args[1:], kwargs)
+    if name == "cross_entropy" and isinstance(first, Rows) and first.padded.ndim == 2:
+        return _class_loss(first, *args[1:], **kwargs)
+    if name in ("diag", "diagonal") and isinstance(first, Rows) and first.padded.ndim == 2 and not args[1:]:
+        return choice.rows(first.padded.diagonal())
     other = args[1] if len(args) > 1 else None
-    if name == "matmul" and isinstance(first, Rows) and isinstance(other, Rows) and other.back == 2:
+    if name in ("matmul", "bmm") and isinstance(first, Rows) and isinstance(other, Rows) and other.back == 2:
         found = torch.matmul(torch.where(valid, first.seen, 0), other.seen)
         return choice.rows(found.movedim(-2, 0), at=found.ndim - 2)
     raise unknown(name, choice)
+
+
+def _over_others(name: str, pairs: Rows, rest: tuple[Any, ...], kwargs: Options) -> Any:
+    """Over the last dim, of all that are there."""
+    choice, last = pairs.choice, pairs.padded.ndim - 1
+    found = over_rows(name, choice.rows(pairs.seen.movedim(-1, 0), at=last), [last], rest, kwargs)
+    if isinstance(found, Rows):
+        return paired(choice, found.seen)
+    at = last - 1  # where it is in the result, whether its last dim is kept or not
+    return pytree.tree_map_only(Tensor, lambda x: choice.rows(x.movedim(at, 0), at=at), found)
+
+
+def _class_loss(pairs: Rows, target: Any, weight: Any = None, **kwargs: Any) -> Any:
+    """The class of each row is one of those that are there, by its number."""
+    choice = pairs.choice
+    if weight is not None or kwargs.get("label_smoothing") or not isinstance(target, Rows):
+        raise unknown("cross_entropy", choice)
+    number = target.padded
+    place = torch.where(number < 0, number, choice.order[number.clamp(0)])
+    low = torch.where(choice.valid, pairs.padded, torch.finfo(pairs.padded.dtype).min)
+    return F.cross_entropy(choice.rows(low), choice.rows(place), **kwargs)
 
 
 def _is_beside_pairs(value: Any) -> bool:
@@ -278,33 +391,8 @@ def _both(mask: Tensor, valid: Tensor) -> Tensor:
     )
 
 
-def _of_heads(*args: Any, **kwargs: Any) -> tuple[Rows, None]:
-    """`nn.MultiheadAttention` of rows [n, batch, width], without weights among its results."""
-    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    unset = ("attn_mask", "key_padding_mask", "bias_k", "bias_v", "static_k", "static_v", "add_zero_attn")
-    alike = all(isinstance(x, Rows) and x.padded.ndim == 3 and not x.at for x in (q, k, v))
-    is_set = given["need_weights"] or any(given[name] not in (None, False) for name in unset)
-    if is_set or not alike:
-        raise unknown("attention with a mask or weights of them", one_choice((q, k, v)))
-    weights = [given[f"{name}_proj_weight"] for name in "qkv"]
-    if not given["use_separate_proj_weight"]:
-        weights = given["in_proj_weight"].chunk(3)
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    made = (F.linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True))
-    heads = (x.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3) for x in made)
-    dropped = given["dropout_p"] if given["training"] else 0.0
-    found: Any = F.scaled_dot_product_attention(*heads, dropout_p=dropped)
-    return F.linear(
-        found.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
-    ), None  # type: ignore[return-value]
-
-
 MOVES: dict[str, Callable[..., Any]] = {
     "view": _view, "reshape": _view, "flatten": _flatten, "expand": _expand, "expand_as": _expand_as,
     "repeat": _repeat, "permute": _permute, "transpose": _transpose, "swapaxes": _transpose, "swapdims": _transpose,
     "t": _turned, "T": _turned, "mT": _turned, "stack": _stack,
-    "multi_head_attention_forward": _of_heads,
 }  # fmt: skip

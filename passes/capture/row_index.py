@@ -12,7 +12,7 @@ from torch import Tensor
 
 from passes.capture.provenance import user_place
 from passes.capture.row_dims import paired
-from passes.capture.row_parts import by_number, part_of, set_part, write_at_rows
+from passes.capture.row_parts import by_number, index_add_, part_of, set_part, write_at_rows
 from passes.capture.rows import (
     Choice,
     Rows,
@@ -20,6 +20,7 @@ from passes.capture.rows import (
     all_places,
     check_first,
     filled,
+    in_front,
     in_order,
     one_choice,
     rows_in,
@@ -66,6 +67,12 @@ def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
     if found is None and not rows_in((x, index, value)):
         Tensor.__setitem__(x, parts, value)
         return
+    if found is None and isinstance(x, Rows) and not any(isinstance(part, Tensor) for part in parts):
+        set_part(_of_rows(x, parts), value)
+        return
+    if found is None and isinstance(x, Rows) and len(parts) == 1 and parts[0].dtype == torch.bool:
+        _write_some(x, parts[0], value)
+        return
     if found is None:
         write_at_rows(x, parts, value)
         return
@@ -75,6 +82,21 @@ def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
         x = Tensor.__getitem__(x, (*[_ALL] * (lead + mask.ndim), *rest))
     here = mask.reshape(*mask.shape, *[1] * (x.ndim - lead - mask.ndim))
     x.copy_(torch.where(here, _spread(answer, x, mask, lead, value), x))
+
+
+def _write_some(x: Rows, mask: Any, value: Any) -> None:
+    """`rows[mask] = value`, a number or as many rows as it says."""
+    choice = one_choice((x, mask))
+    if not isinstance(mask, Rows) or x.is_aliased:
+        raise unknown("a write at a mask", choice)
+    some = isinstance(value, Rows) and value.choice.key == (choice.key, mask_key(mask.padded))
+    lone = not isinstance(value, Tensor) or not value.ndim
+    if not lone and not (some and mask.padded.ndim == 1):
+        raise unknown("a write at a mask", choice)
+    here = mask.padded & choice.valid.reshape(-1, *[1] * (mask.padded.ndim - 1))
+    here = here.reshape(*here.shape, *[1] * (x.padded.ndim - here.ndim))
+    new = value.padded if isinstance(value, Rows) else torch.as_tensor(value, dtype=x.dtype)
+    x.write(torch.where(here, new, x.padded))
 
 
 def _without_ones(value: Any) -> Any:
@@ -112,8 +134,48 @@ def _spread(answer: Answer, x: Tensor, mask: Tensor, lead: int, value: Any) -> T
 
 
 def masked_select(answer: Answer, input: Tensor, mask: Tensor) -> Rows:
-    x, mask = torch.broadcast_tensors(input, mask) if input.shape != mask.shape else (input, mask)
-    return _choice(answer, mask).rows(x.reshape(-1))
+    """Where the mask is the same along the last dims, the values may be seen as rows of those (`row_dims.MOVES`)."""
+    x, whole = torch.broadcast_tensors(input, mask) if input.shape != mask.shape else (input, mask)
+    found = _choice(answer, whole).rows(x.reshape(-1))
+    lead, alike = (
+        whole,
+        mask if mask.ndim == x.ndim else mask.reshape(*[1] * (x.ndim - mask.ndim), *mask.shape),
+    )
+    while lead.ndim > 1 and alike.shape[lead.ndim - 1] == 1:
+        lead = lead.select(-1, 0)
+    if lead.ndim < x.ndim:
+        found.grouped = _choice(answer, lead, _before_ones(mask_key(mask))).rows(x.flatten(0, lead.ndim - 1))
+        found.is_aliased = found.grouped.is_aliased = True
+    return found
+
+
+def _before_ones(key: Hashable) -> Hashable:
+    """Of the mask to which dims of one element were added: `keep` of `keep.unsqueeze(-1)` and `keep[..., None]`."""
+    while isinstance(key, tuple) and (key[0] == "unsqueeze" or (key[0] == "_getitem" and _adds_dims(key[3]))):
+        key = key[2]
+    return key
+
+
+def _adds_dims(index: Any) -> bool:
+    """Whether nothing is taken by an index of which this is the key."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part in ("None", "Ellipsis", ("None", "None", "None")) for part in parts)
+
+
+def put(answer: Answer, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    if accumulate and len(indices) == 1 and not isinstance(x, Rows):
+        return index_add_(x, 0, indices[0], values)
+    if accumulate:
+        raise unknown("index_put", one_choice((x, indices, values)))
+    setitem(answer, x, tuple(indices), values)
+    return x
+
+
+def filled_in(scatter: Callable[..., Any], x: Any, mask: Any, source: Any) -> Any:
+    """The values of rows that are there, one after another, where a mask says."""
+    if not isinstance(source, Rows) or source.at or rows_in((x, mask)):
+        raise unknown("masked_scatter", one_choice((x, mask, source)))
+    return scatter(x, mask, in_front(source))
 
 
 def chosen_places(answer: Answer, condition: Tensor) -> tuple[Rows, ...]:
@@ -190,12 +252,9 @@ def _of_rows(x: Rows, parts: tuple[Any, ...]) -> Any:
         dim, before = dim + (part is not None), before + (part is None or isinstance(part, slice))
     if at is None or any(isinstance(part, Tensor) for part in parts):
         raise RowsUnknown("some of the rows are taken by their number")
-    x.is_aliased = True
     seen = Tensor.__getitem__(x.seen, parts)
     places = None if at or x.at else _of_known(x.places, parts)
-    part = x.choice.rows(seen.movedim(at, 0), places, at)
-    part.is_aliased, part.copies = True, x.copies
-    return part
+    return x.choice.rows(seen.movedim(at, 0), places, at, x)
 
 
 def _is_of_both(choice: Choice, parts: tuple[Any, ...]) -> bool:
@@ -252,9 +311,9 @@ def _at_rows(x: Tensor, parts: tuple[Any, ...]) -> Rows:
     return choice.rows(Tensor.__getitem__(x, index).movedim(at, 0), at=at)
 
 
-def _choice(answer: Answer, mask: Tensor) -> Choice:
+def _choice(answer: Answer, mask: Tensor, key: Hashable = None) -> Choice:
     valid = mask.clone() if mask.dtype == torch.bool else mask != 0
-    return Choice(valid.reshape(-1), mask_key(mask), tuple(mask.shape), user_place(), answer)
+    return Choice(valid.reshape(-1), key or mask_key(mask), tuple(mask.shape), user_place(), answer)
 
 
 def mask_key(mask: Tensor) -> Hashable:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from passes.capture.provenance import user_place
+from passes.capture.row_dims import by_row
 from passes.capture.rows import (
     Choice,
     Rows,
     RowsUnknown,
     all_places,
-    by_row,
     check_first,
     filled,
     in_front,
@@ -60,6 +60,7 @@ def _part(x: Tensor, start: Any, end: Any, answer: Callable[..., Any], whole: Ch
     part = Choice(valid, key, tuple(places.shape), user_place(), answer, whole).rows(x)
     if whole is None:
         part.root, part.copies = x, [(x, x._version)]
+    part.is_aliased = whole is not None  # it may be a copy of rows that lie in one memory
     return part
 
 

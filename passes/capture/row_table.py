@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from passes.capture import row_dims, row_index, row_values
+from passes.capture.provenance import user_place
+from passes.capture.row_dims import by_row, plainly
 from passes.capture.row_parts import (
     cat,
     in_order_of_values,
@@ -23,18 +26,17 @@ from passes.capture.row_parts import (
 from passes.capture.row_parts import split as split_in_counts
 from passes.capture.row_values import counted, each_row, settled
 from passes.capture.rows import (
+    LengthAsked,
     Rows,
     RowsUnknown,
-    by_row,
     check_first,
     filled,
     name_of,
     one_choice,
-    plainly,
-    pointwise,
     rows_in,
     unknown,
 )
+from passes.ir.torch_dispatch import python_functions_run
 
 _EACH = """
 add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log
@@ -43,12 +45,10 @@ leaky_relu softplus softsign hardswish hardsigmoid hardtanh logsigmoid clamp cli
 where lerp round floor ceil eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
 bitwise_xor bitwise_not and or xor invert isnan isinf isfinite nan_to_num masked_fill dropout to float double half
 bfloat16 int long bool type_as clone detach contiguous xlogy logit zeros_like ones_like full_like empty_like rand_like
-randn_like
+randn_like broadcast_tensors
 """
 _POINTWISE = frozenset(_EACH.split())
-_ALL_DIMS = (
-    "softmax log_softmax logsumexp sum mean prod amax amin argmax argmin max min var std cumsum any all"
-)
+_ALL_DIMS = "softmax log_softmax logsumexp sum mean prod amax amin argmax argmin max min var std cumsum cumprod any all"
 _ONE_DIM = "narrow select squeeze gather index_select flip softmin unsqueeze unflatten"
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(f"{_ALL_DIMS} {_ONE_DIM}".split(), (1, None)),
@@ -62,16 +62,21 @@ mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_ent
 cross_entropy nll_loss poisson_nll_loss cosine_embedding_loss margin_ranking_loss triplet_margin_loss
 """
 _LOSSES = frozenset(_LOSS_NAMES.split())
+_BATCHED = {
+    name: k + 2 for k in (1, 2, 3) for name in (
+        f"conv{k}d", f"conv_transpose{k}d", f"max_pool{k}d", f"avg_pool{k}d", f"adaptive_avg_pool{k}d",
+        f"adaptive_max_pool{k}d",
+    )
+} | {"prelu": 2, "group_norm": 2, "instance_norm": 3}  # fmt: skip
 _WITH_WEIGHTS = {
     "linear": 2,
     "embedding": 1,
     "layer_norm": 2,
     "rms_norm": 2,
-    "conv1d": 3,
-    "conv2d": 4,
     "one_hot": 1,
-}
-"""Functions of rows and weights: the dims that rows have at least."""
+    "cdist": 2,
+} | _BATCHED
+"""Functions of rows and weights: the dims that rows have at least; those of a batch, whose rows are the first."""
 _FACT_NAMES = """dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda is_nested
 is_quantized"""
 _FACTS = frozenset(_FACT_NAMES.split())
@@ -85,7 +90,7 @@ def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return _of_all_rows(name, func, args, kwargs)
     except RowsUnknown as error:
         writes = name == "set" or _is_inplace(name, func, args, kwargs)
-        if writes and isinstance(args[0], Rows) and args[0].is_aliased:
+        if writes and isinstance(args[0], Rows) and args[0].may_be_shared:
             raise
         args, kwargs = counted((args, kwargs), error)
     answer: Any = ROWS.get(func, func)
@@ -110,8 +115,28 @@ def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     if name in _WITH_WEIGHTS:
         return _with_weights(name, func, args, kwargs)
     if name in _POINTWISE or name in ("max", "min"):
-        return pointwise(func, args, kwargs)
+        return _pointwise(func, args, kwargs)
+    if inspect.isfunction(func):
+        with python_functions_run():
+            return func(*args, **kwargs)
     raise unknown(name, one_choice((args, kwargs)))
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is not rows is broadcast along them."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    rows = rows_in(tensors)
+    back = rows[0].back
+    for leaf in tensors:
+        if isinstance(leaf, Rows):
+            fits = leaf.back == back
+        else:
+            fits = leaf.ndim < back or leaf.shape[-back] == 1
+        if not fits:
+            shape = f"a tensor of shape {list(leaf.shape)}" if not isinstance(leaf, Rows) else "others"
+            raise unknown(f"{name_of(func)} of them and of {shape}", rows[0].choice)
+    ndim = max(leaf.padded.ndim if isinstance(leaf, Rows) else leaf.ndim for leaf in tensors)
+    return by_row(func, args, kwargs, ndim - back)
 
 
 def _is_inplace(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -123,17 +148,26 @@ def _is_inplace(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return bool(inspect.signature(func).bind(*args, **kwargs).arguments.get("inplace"))
 
 
+_NEW: dict[str, Callable[..., Any]] = {
+    "zero_": torch.zeros_like,
+    "fill_": lambda rows, value: torch.zeros_like(rows) + value,
+    "copy_": lambda rows, value, *_: torch.zeros_like(rows) + value.to(rows.dtype),
+}
+"""What tensors become that are written over."""
+
+
 def _in_place(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As a new value of the rows, which no others may share."""
     rows = args[0]
-    plain = getattr(Tensor, name[:-1], None) if name.endswith("_") else func
-    if not isinstance(rows, Rows) or rows.is_aliased or name.removesuffix("_") not in _POINTWISE:
+    plain = _NEW.get(name, getattr(Tensor, name[:-1], None)) if name.endswith("_") else func
+    is_known = name in _NEW or name.removesuffix("_") in _POINTWISE
+    if not isinstance(rows, Rows) or rows.is_aliased or not is_known:
         raise unknown(name, one_choice((args, kwargs)))
     if plain is func:
         given = inspect.signature(func).bind(*args, **kwargs)
         given.arguments["inplace"] = False
         args, kwargs = given.args, given.kwargs
-    result = pointwise(plain, args, kwargs)
+    result = _pointwise(plain, args, kwargs)
     if result.dtype != rows.dtype or result.padded.shape != rows.padded.shape:
         raise unknown(name, rows.choice)
     rows.write(result.padded)
@@ -158,6 +192,8 @@ def _along(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         given = dict(zip(("dim", "descending"), args[1:], strict=False)) | kwargs
         found = in_order_of_values(rows, bool(given.get("descending", False)))
         return found if name == "sort" else found[1]
+    if name == "topk":
+        return row_dims.largest_ones(rows, *args[1:], **kwargs)
     if name not in row_dims.OVER or isinstance(dim, bool):
         raise unknown(name, rows.choice)
     return row_dims.over_rows(name, rows, dims, args[1:], kwargs)
@@ -182,7 +218,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options["target"] = filled(target.padded, choice.valid, options["ignore_index"])
         return plainly(func, given.args, given.kwargs)
     options["reduction"] = "none"
-    each = (by_row if "ignore_index" in options else pointwise)(func, given.args, given.kwargs)
+    each = (by_row if "ignore_index" in options else _pointwise)(func, given.args, given.kwargs)
     if reduction == "none":
         return each
     total = each.sum()
@@ -194,7 +230,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _with_weights(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = args[0] if args else None
     least = _WITH_WEIGHTS[name]
-    if name.endswith("_norm"):
+    if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         least = 1 + len(shape)
     if name == "one_hot" and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) < 0:
@@ -204,25 +240,39 @@ def _with_weights(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return by_row(func, args, kwargs)
 
 
-def _matmul(x: Any, other: Any) -> Any:
-    if isinstance(x, Rows) and isinstance(other, Rows):
-        if x.back == 2 and other.back == 1 < other.padded.ndim:
-            return row_dims.paired(one_choice((x, other)), torch.matmul(x.seen, other.seen))
-        if x.back == 1 < x.padded.ndim and other.back == 2:
-            return torch.matmul(torch.where(one_choice((x, other)).valid, x.seen, 0), other.seen)
-        fits = x.back == other.back > 2
-    elif isinstance(x, Rows):
-        fits = other.ndim <= 2 <= x.back
-    else:
-        fits = x.ndim <= other.padded.ndim >= 2 and other.back == 1
-    if not fits:
-        raise unknown("matmul", one_choice((x, other)))
-    return by_row(torch.matmul, (x, other), {})
+def _added_product(input: Any, one: Any, other: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return torch.add(input if beta == 1 else input * beta, torch.matmul(one, other), alpha=alpha)
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    """Of rows and others, or of rows by all rows, `nd,md->nm`."""
+    given = list(operands[0]) if isinstance(operands[0], (list, tuple)) else list(operands)
+    choice, rows = one_choice(given), rows_in(given)
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    letters = [
+        term[one.at] for term, one in zip(terms.split(","), given, strict=True) if isinstance(one, Rows)
+    ]
+    names = list(dict.fromkeys(letters))
+    if not arrow or "." in equation or any(one.is_pair for one in rows):
+        raise unknown("einsum", choice)
+    if any(terms.count(name) != letters.count(name) for name in names):
+        raise unknown("einsum", choice)
+    if len(names) == 2 and out.endswith("".join(names)):
+        return row_dims.paired(choice, torch.einsum(equation, *map(row_dims.bare, given)))
+    if len(names) > 1:
+        raise unknown("einsum", choice)
+    if names[0] not in out:
+        first = next(i for i, one in enumerate(given) if isinstance(one, Rows))
+        given[first] = torch.where(choice.valid.reshape(-1, *[1] * (rows[0].back - 1)), rows[0].seen, 0)
+        return torch.einsum(equation, *map(row_dims.bare, given))
+    at = out.index(names[0])
+    return choice.rows(torch.einsum(equation, *map(row_dims.bare, given)).movedim(at, 0), at=at)
 
 
 def _shape(rows: Rows) -> tuple[Any, ...]:
     shape: list[Any] = list(rows.seen.shape)
     shape[rows.at] = rows.choice.valid.sum()
+    shape[rows.at].counts = rows.choice
     return tuple(shape)
 
 
@@ -246,7 +296,7 @@ def _unbind(rows: Rows, dim: int = 0) -> Any:
 
 def _length(rows: Rows) -> int:
     text = f"len() is asked of the rows chosen at {rows.choice.made}"
-    raise RowsUnknown(text, "rows.shape[0], or their number as a tensor, mask.sum()")
+    raise LengthAsked(RowsUnknown(text, "rows.shape[0], or mask.sum()", user_place()))
 
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,20 +344,27 @@ def _getitem(x: Any, index: Any) -> Any:
     return row_values.getitem(row_function, x, index)
 
 
-_setitem = _indexed(row_values.setitem)
+_setitem, _put = _indexed(row_values.setitem), _indexed(row_index.put)
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "getitem": _getitem, "setitem": _setitem, "index_add_": index_add_,
     "index_add": _on_copy(index_add_), "index_copy_": _copied, "index_copy": _on_copy(_copied),
     "scatter_add_": scatter_add_, "scatter_add": _on_copy(scatter_add_), "scatter_reduce_": scatter_reduce_,
     "scatter_reduce": _on_copy(scatter_reduce_), "gather": _gather,
-    "index_select": _index_select, "cat": cat, "split": _split, "matmul": _matmul, "shape": _shape, "size": _size,
-    "numel": _numel, "len": _length, "unbind": _unbind, **row_dims.MOVES,
+    "index_select": _index_select, "cat": cat, "split": _split, "einsum": _einsum,
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), row_dims.matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _added_product),
+    "index_put_": _put, "index_put": _on_copy(_put), "_is_all_true": lambda x: x.all(),
+    "masked_scatter": partial(row_index.filled_in, torch.masked_scatter),
+    "masked_scatter_": partial(row_index.filled_in, Tensor.masked_scatter_), "shape": _shape, "size": _size,
+    **dict.fromkeys(("numel", "nelement"), _numel), "len": _length,
+    **dict.fromkeys(("repr", "format"), lambda rows, *_: f"rows chosen at {rows.choice.made}"),
+    "unbind": _unbind, **row_dims.MOVES,
 }  # fmt: skip
 _FIRST_NAMES = """
 setitem index_add_ index_add index_copy_ index_copy scatter_add_ scatter_add scatter_reduce_ scatter_reduce gather
 index_select len expand_as
 """
-_FIRST = frozenset({*_FIRST_NAMES.split(), *_LOSSES})
+_FIRST = frozenset({*_FIRST_NAMES.split(), *_LOSSES, *_BATCHED})
 """Functions of rows that are the first dim."""
 
 
@@ -319,7 +376,7 @@ def _where(*args: Any, **kwargs: Any) -> Any:
 
 def _comparisons() -> dict[Any, Callable[..., Any]]:
     names = "eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bool"
-    views = "__eq__ __and__ __or__ __invert__ view reshape flatten sum to sort"
+    views = "__eq__ __and__ __or__ __invert__ view reshape flatten unsqueeze sum to sort"
     owned = [getattr(owner, name, None) for owner in (torch, Tensor) for name in f"{names} {views}".split()]
     return {function: row_index.key_noted(function) for function in owned if function is not None}
 
@@ -332,6 +389,8 @@ ROWS: dict[Any, Callable[..., Any]] = {
     torch.where: _where,
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _indexed(row_index.masked_select)),
     **dict.fromkeys((torch.split, Tensor.split), _split),
-    **dict.fromkeys((torch.nonzero, Tensor.nonzero), _indexed(row_index.places_listed)),
+    **dict.fromkeys(
+        (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), _indexed(row_index.places_listed)
+    ),
 }
 """Torch functions to answer otherwise while tracing."""

@@ -24,7 +24,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from passes.capture import row_index
-from passes.capture.rows import Choice, Rows, RowsUnknown, front_key, in_front, in_order, rows_in
+from passes.capture.rows import (
+    Choice,
+    Rows,
+    RowsUnknown,
+    front_key,
+    in_front,
+    in_order,
+    rows_in,
+    written_and_read,
+)
 from passes.ir.torch_compat import function_modes
 from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
@@ -154,7 +163,7 @@ def setitem(answer: Answer, x: Any, index: Any, value: Any) -> None:
     try:
         row_index.setitem(answer, x, index, value)
     except RowsUnknown as error:
-        if isinstance(x, Rows) and x.is_aliased:
+        if isinstance(x, Rows) and x.may_be_shared:
             raise
         Tensor.__setitem__(counted(x, error), _counted_index(answer, index, error), counted(value, error))
 
@@ -186,8 +195,7 @@ def settled(tree: Any) -> Any:
 
 def _check_unwritten(rows: Rows) -> None:
     if any(copy._version != version for copy, version in rows.copies if copy is not rows.counted):
-        what = "chosen rows are written, and read where they share memory"
-        raise RowsUnknown(what, "write to a clone()", rows.choice.made)
+        raise written_and_read(rows.choice)
 
 
 def _those_there(rows: Rows) -> Tensor:

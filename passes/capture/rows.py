@@ -12,7 +12,9 @@ it.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from passes.ir.torch_dispatch import replaced_attribute
 from passes.ir.torch_dtensor import bare_tensor
-from passes.ir.torch_tracing import tracing_suspended
 
 _FRONT = "front"
 """Begins the key of a choice of rows that come first."""
@@ -35,6 +37,15 @@ class RowsUnknown(Exception):
     def __init__(self, what: str, remedy: str = _REMEDY, place: str | None = None) -> None:
         super().__init__(what)
         self.what, self.remedy, self.place = what, remedy, place
+
+
+class LengthAsked(BaseException):
+    """Python's own `len` was asked for the number of rows before there were any, or by code in C, for which `error`
+    is: the trace begins again under `rows_have_lengths`."""
+
+    def __init__(self, error: RowsUnknown) -> None:
+        super().__init__(error.what)
+        self.error = error
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +62,17 @@ class Choice:
     whole: Choice | None = None
     found: list[Tensor] = field(default_factory=list)
 
-    def rows(self, padded: Tensor, places: Tensor | None = None, at: int = 0) -> Rows:
-        """[n, *any], of which these are there."""
+    def rows(
+        self, padded: Tensor, places: Tensor | None = None, at: int = 0, base: Rows | None = None
+    ) -> Rows:
+        """[n, *any], of which these are there; a view of `base`, or in memory of their own."""
         rows = bare_tensor(Rows, padded)
-        rows.padded, rows.choice = filled(padded, self.valid), self
+        rows.padded, rows.choice = filled(padded, self.valid) if base is None else padded, self
         rows.places, rows.is_aliased, rows.at, rows.is_pair = places, False, at, False
-        rows.counted, rows.copies, rows.root = None, [], None
+        rows.counted, rows.copies, rows.root, rows.base, rows.grouped = None, [], None, None, None
+        if base is not None:
+            rows.base = base.base = base if base.base is None else base.base
+            rows.copies, rows.is_aliased = base.copies, base.is_aliased
         return rows
 
     @cached_property
@@ -79,9 +95,10 @@ class Rows(Tensor):
     """padded: [n, *any]. at: which dim n is where it is computed with, `x[None, i]` is [1, n, *any]. is_pair: whether
     the last dim is of the same rows, behind that of n. places: its values in all rows, real ones, where they are places
     in a mask.
-    is_aliased: another may share its memory, in a run of the forward. counted: as many as there are, which stand for
-    all that is done from then on; copies: of those that share its memory, with their versions. root: all rows, of which
-    it is a part in the same memory."""
+    base: of which it is a view, as others may be; None: it has none. is_aliased: whether it is not known if another
+    shares its memory. counted: as many as there are, which stand for all that is done from then on; copies: of those
+    that share its memory, with their versions. root: all rows, of which it is a part in the same memory. grouped: where
+    a mask chose rows whole, those whose values these are."""
 
     padded: Tensor
     choice: Choice
@@ -92,6 +109,8 @@ class Rows(Tensor):
     counted: Tensor | None
     copies: list[tuple[Tensor, int]]
     root: Tensor | None
+    base: Rows | None
+    grouped: Rows | None
 
     @property
     def seen(self) -> Tensor:
@@ -103,18 +122,31 @@ class Rows(Tensor):
         """Which dim the rows are from the end: 1 for the last."""
         return self.padded.ndim - self.at
 
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether others may have its memory."""
+        return self.is_aliased or self.base is not None or self.root is not None
+
     def follow(self) -> None:
         """Be what the root has become."""
         if self.root is not None and self.copies != [(self.root, self.root._version)]:
-            self.padded = filled(self.root, self.choice.valid)
+            self.padded, self.base = filled(self.root, self.choice.valid), None
             self.copies = [(self.root, self.root._version)]
 
     def write(self, padded: Tensor) -> None:
-        self.padded, self.places = padded, None
-        if self.root is not None:
-            here = self.choice.valid.reshape(-1, *[1] * (padded.ndim - 1))
-            self.root.copy_(torch.where(here, padded, self.root))
-            self.copies = [(self.root, self.root._version)]
+        """To all that share its memory."""
+        top = self if self.base is None else self.base
+        self.places = None
+        if self.base is None:
+            self.padded = padded
+        elif any(copy is not top.root for copy, _ in self.copies):
+            raise written_and_read(self.choice)
+        else:
+            self.padded.copy_(padded)
+        if top.root is not None:
+            here = top.choice.valid.reshape(-1, *[1] * (top.padded.ndim - 1))
+            top.root.copy_(torch.where(here, top.padded, top.root))
+            top.copies[:] = [(top.root, top.root._version)]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,6 +155,12 @@ class Rows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RowsUnknown(f"{func} takes rows that a mask chose")
+
+
+def rows_have_lengths() -> AbstractContextManager[None]:
+    """Inside, `len(rows)` is as many as there are, a tensor, which Python's own cannot return."""
+    own = len
+    return replaced_attribute(builtins, "len", lambda of: of.size(0) if type(of) is Rows else own(of))
 
 
 def in_front(rows: Rows) -> Tensor:
@@ -182,14 +220,6 @@ def filled(padded: Tensor, valid: Tensor, value: float | None = None) -> Tensor:
     return torch.where(mask, padded, torch.full((), value, dtype=padded.dtype))
 
 
-_VIEW_NAMES = """
-chunk split narrow select squeeze unsqueeze flatten unflatten reshape permute expand to float double half bfloat16 int
-long bool type_as detach contiguous
-"""
-_VIEWS = frozenset(_VIEW_NAMES.split())
-"""Whose results may share memory with their argument."""
-
-
 def name_of(func: Any) -> str:
     name = func.__name__
     if name == "__get__":
@@ -201,49 +231,6 @@ def unknown(name: str, choice: Choice) -> RowsUnknown:
     return RowsUnknown(f"it is not known what {name} makes of the rows chosen at {choice.made}")
 
 
-def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function of all rows."""
-    bare: Any = pytree.tree_map_only(Rows, lambda rows: rows.seen, (args, kwargs))
-    return func(*bare[0], **bare[1])
-
-
-def by_row(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int | Callable[[int], int] | None = None
-) -> Any:
-    """The same of a function that works on each row alone. at: of its results, or ndim -> at; None: that of all its
-    rows."""
-    rows, is_view = rows_in((args, kwargs)), name_of(func) in _VIEWS
-    choice = one_choice(rows)
-    first = rows[0]
-    if any(one.is_pair or one.back != first.back or (at is None and one.at != first.at) for one in rows):
-        raise unknown(name_of(func), choice)
-    made = plainly(func, args, kwargs)
-    if made is rows[0].padded:
-        return rows[0]
-    to = at(pytree.tree_leaves(made)[0].ndim) if callable(at) else rows[0].at if at is None else at
-    result = pytree.tree_map_only(
-        Tensor, lambda seen: choice.rows(seen.movedim(to, 0) if to else seen, at=to), made
-    )
-    if is_view and rows[0].places is not None and isinstance(result, Rows) and not (to or rows[0].at):
-        with tracing_suspended():
-            result.places = func(rows[0].places, *args[1:], **kwargs)
-    for one in (*rows, *rows_in(result)) if is_view else ():
-        one.is_aliased, one.copies = True, rows[0].copies
-    return result
-
-
-def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is not rows is broadcast along them."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    rows = rows_in(tensors)
-    back = rows[0].back
-    for leaf in tensors:
-        if isinstance(leaf, Rows):
-            fits = leaf.back == back
-        else:
-            fits = leaf.ndim < back or leaf.shape[-back] == 1
-        if not fits:
-            shape = f"a tensor of shape {list(leaf.shape)}" if not isinstance(leaf, Rows) else "others"
-            raise unknown(f"{name_of(func)} of them and of {shape}", rows[0].choice)
-    ndim = max(leaf.padded.ndim if isinstance(leaf, Rows) else leaf.ndim for leaf in tensors)
-    return by_row(func, args, kwargs, ndim - back)
+def written_and_read(choice: Choice) -> RowsUnknown:
+    what = "chosen rows are written, and read where they share memory"
+    return RowsUnknown(what, "write to a clone()", choice.made)

@@ -26,6 +26,7 @@ from passes.capture.places import Call, Place
 from passes.capture.provenance import provenance, refused
 from passes.capture.questions import Questions, RunEnded
 from passes.capture.row_values import count_leaving, counted, loops_ended
+from passes.capture.rows import LengthAsked, rows_have_lengths
 from passes.capture.snapshot import Snapshot, attributes_read, write_only_candidates
 from passes.capture.stand_ins import Counted, Spot, Stored, Uses
 from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, trace_cumulative_averages
@@ -171,6 +172,18 @@ def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
     """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back.
 
     answers: to the first of the questions that the forward asks of values."""
+    try:
+        return _answered(program, answers)
+    except LengthAsked:
+        pass
+    try:
+        with rows_have_lengths():
+            return _answered(program, answers)
+    except LengthAsked as asked:
+        raise asked.error from None
+
+
+def _answered(program: TracedCall, answers: Sequence[Tensor]) -> Traced:
 
     def tracer(questions: Questions) -> Traced | None:
         try:

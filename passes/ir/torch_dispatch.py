@@ -211,6 +211,20 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 
 
 @contextmanager
+def python_functions_run() -> Generator[None]:
+    """Inside, torch's functions that are written in Python run as written, and do not ask their arguments to answer."""
+    from torch import _tensor
+
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    with ExitStack() as stack:
+        for module in (torch.nn.functional, torch.functional, _tensor):
+            for name in names:
+                if hasattr(module, name):
+                    stack.enter_context(replaced_attribute(module, name, lambda *given: False))
+        yield
+
+
+@contextmanager
 def replaced_kernels(op: Any, kernels: Mapping[str, Callable[..., Any] | None]) -> Generator[None]:
     """Inside, `op` has these kernels in Python, by the names of their keys; None: none. Only registering one makes
     torch forget which it chose last. `py_kernels` since torch 2.0."""

@@ -140,6 +140,77 @@ def moved(m: Model, h: Tensor, y: Tensor) -> Any:
     )
 
 
+def products(m: Model, h: Tensor, y: Tensor) -> Any:
+    """By einsum and torch's other names, of rows, of rows and all rows, and summed over them."""
+    keep = m.head(h)[..., 0] > 0
+    rows, weights = h[keep], torch.stack([layer.weight for layer in m.experts])  # type: ignore[misc]
+    own = weights.repeat(4, 1, 1).unflatten(0, (4, 3))[keep]
+    alike = torch.einsum("nd, md -> nm", F.normalize(rows, dim=-1), F.normalize(rows.detach(), dim=-1))
+    found = (
+        torch.einsum("nd,edf->enf", rows, weights).tanh().sum(1),
+        torch.einsum("nd,ndf->nf", rows, own).square().mean(0),
+        torch.einsum("nd,nf->df", rows, rows.exp()),
+        torch.bmm(rows.unsqueeze(1), own).squeeze(1).sum(0),
+        torch.addmm(m.token, rows.mm(weights[0]), weights[1], beta=2, alpha=0.5).square().mean(0),
+        torch.cdist(rows, weights[0]).amin(1).mean(),
+        F.group_norm(rows, 2).tanh().sum(0) + F.prelu(rows, m.token[:1]).prod(0),
+        rows.cumprod(0).sum(),
+    )
+    return (
+        *found,
+        F.cross_entropy(alike * 2, torch.arange(len(rows))),
+        (alike.logsumexp(1) - alike.diag()).mean() + alike.amax(-1, keepdim=True).sum(),
+    )
+
+
+def as_written_in_python(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Functions of torch that are written in Python; those of a batch; weights of attention."""
+    keep = m.head(h)[..., 0] > 0
+    rows, weights = h[keep], torch.stack([layer.weight for layer in m.experts])  # type: ignore[misc]
+    joined, bias = weights.flatten(0, 1), weights.new_zeros(24)
+    attend: Any = F.multi_head_attention_forward
+    attended, seen = attend(
+        *[rows.unsqueeze(1)] * 3, 8, 2, joined, bias, None, None, False, 0.0, weights[0], None
+    )
+    lines = rows.view(len(rows), 2, 4)
+    pooled = F.max_pool1d(F.conv1d(lines, weights[0, :, :6].view(8, 2, 3)), 2)
+    return (
+        F.gaussian_nll_loss(rows, rows.sin(), torch.ones_like(rows)),
+        pooled.sum(0),
+        attended.squeeze(1).sum(0),
+        seen.amax(-1).sum(),
+    )
+
+
+def made_by_number(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Of as many as there are rows; the largest of them; and their values in other places."""
+    keep = m.head(h)[..., 0] > 0
+    rows = h[keep]
+    n = rows.shape[0]
+    zeros, ones = torch.zeros(n, 8, dtype=rows.dtype), rows.new_ones((n, 1))
+    classes = F.cross_entropy(rows, torch.full((len(rows),), 2))
+    numbers = torch.arange(n)[:, None] * rows + torch.eye(n) @ rows
+    value, place = rows.sum(-1).topk(2)
+    flat, where = h.reshape(-1, 8), torch.argwhere(keep.reshape(-1))[:, 0]
+    put = torch.zeros_like(flat).index_put((where,), rows, accumulate=True)
+    return (
+        ((rows + zeros) * ones + m.token.expand(n, -1)).square().mean(0),
+        *(classes, numbers.sum(0), value, rows[place], put, rows.sum(-1).topk(1, largest=False)[0]),
+        h.masked_scatter(keep.unsqueeze(-1), rows * 2)
+        + torch.ones_like(h).masked_scatter_(keep[..., None], -rows),
+    )
+
+
+def seen_as_rows(m: Model, h: Tensor, y: Tensor) -> Any:
+    """What a mask along the first dims selects, as rows of the last."""
+    keep = m.head(h)[..., 0] > 0
+    some = torch.masked_select(m.head(h), keep.unsqueeze(-1)).view(-1, 5)
+    loss = F.cross_entropy(some, torch.masked_select(y.clamp(0), keep))
+    lone = h.masked_select(m.head(h)[..., :1] > 0).reshape(-1, 2, 4)
+    few = h.masked_select((h > 0)[..., :1]).view(-1, 8).sum(0) * h[h > 0].sum()
+    return loss, lone.exp().mean((0, 1)), few, some.softmax(0).amax(0)
+
+
 def one_after_another(m: Model, h: Tensor, y: Tensor) -> Any:
     """Rows of two masks, and others, as one list; what is not there may be 0 times what is."""
     first, second = (torch.where(m.head(h).argmax(-1).reshape(-1) % 2 == e)[0] for e in range(2))
@@ -153,7 +224,17 @@ def one_after_another(m: Model, h: Tensor, y: Tensor) -> Any:
     return out, later.square().mean(), torch.cat([flat[second], h[0], m.token[None]]).std(0), wide.sum(0)
 
 
-EXACT = [mixture_of_depths, pooled, pairs, moved, one_after_another]
+EXACT = [
+    mixture_of_depths,
+    pooled,
+    pairs,
+    moved,
+    products,
+    as_written_in_python,
+    made_by_number,
+    seen_as_rows,
+    one_after_another,
+]
 
 
 @pytest.mark.parametrize("rest", EXACT, ids=lambda rest: rest.__name__)

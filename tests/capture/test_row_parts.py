@@ -1,4 +1,4 @@
-"""Rows that a mask chose, sorted, by their numbers and in parts: as in one process."""
+"""Rows that a mask chose, sorted, by their numbers and in parts, and written: as in one process."""
 
 from __future__ import annotations
 
@@ -64,8 +64,42 @@ def written_by_length(m: Model, h: Tensor, y: Tensor) -> Any:
     return added, moved, rows, first.square().sum()
 
 
+def written_views(m: Model, h: Tensor, y: Tensor) -> Any:
+    """What is written to a view of chosen rows is in them, and in the rows of which they are a part."""
+    keep = m.head(h)[..., 0] > 0
+    rows, ones = m.head(h)[keep], h[keep] + 1
+    rows.T.mul_(2)
+    rows[:, 1:3] = ones[:, :2]
+    rows[:, 0] = 0.5
+    rows.unsqueeze(1).flatten(0, 1)[:, 3].exp_()
+    ones.narrow(1, 4, 4).add_(rows[:, :4]).relu_()
+    kinds = m.head(h).argmax(-1).reshape(-1)
+    whole, end = h.reshape(-1, 8)[kinds.argsort()], 0
+    for count in kinds.bincount(minlength=5).tolist():
+        part, end = whole[end : end + count], end + count
+        part.mT.mul_(3)
+        part[:, 2:4].neg_()
+        part[:, 4] = part[:, 5]
+    return rows.sum(0), ones.sum(0), whole
+
+
+def written_over(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Rows that are filled, and those of which a mask says that they are written."""
+    rows = h[m.head(h)[..., 0] > 0]
+    made = torch.empty_like(rows)
+    made.copy_(rows).T.add_(1)
+    made[made[:, 0] > 1] *= 3.0
+    made[made > 4] = 0.5
+    made[:, 7].zero_()
+    made[..., 6].fill_(2.0)
+    made[:, :2].copy_(rows[:, 1:2])
+    return made.square().sum(0)
+
+
 @pytest.mark.parametrize(
-    "rest", [dispatched, chosen_in_order, written_by_length], ids=lambda rest: rest.__name__
+    "rest",
+    [dispatched, chosen_in_order, written_by_length, written_views, written_over],
+    ids=lambda rest: rest.__name__,
 )
 def test_values_and_gradients_are_torchs(rest: Callable[..., Any]) -> None:
     check(Model(rest), *call())

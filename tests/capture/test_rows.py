@@ -165,6 +165,18 @@ def sizes(m: Model, h: Tensor, y: Tensor) -> Any:
     return *repeated, values, inverse, y.unique(), *pair, h * int(np.asarray(y).max())
 
 
+def lengths(m: Model, h: Tensor, y: Tensor) -> Any:
+    """`len()`, as Python's own, of rows that only the weights say."""
+    flat, high = h.reshape(-1, 8), m.head(h)[..., 0].reshape(-1)
+    out, some = torch.zeros_like(flat), h[m.head(h)[..., 0] > 0]
+    for keep in (high > high.mean(), high <= high.mean()):
+        if len(flat[keep]) == 0 or not len(torch.where(keep)[0]):
+            continue
+        rows = flat[keep]
+        out[keep] = rows * (len(rows) / len(flat))
+    return out, some.sum() / max(len(some), 1), h * len(h[h > 0])
+
+
 def written_at_rows(m: Model, h: Tensor, y: Tensor) -> Any:
     """As Mixtral's and DeepSeek's own code adds what an expert makes of its rows, and others write it."""
     flat, kinds = h.reshape(-1, 8), y.reshape(-1)
@@ -225,8 +237,8 @@ def parts_of_computed_lengths(m: Model, h: Tensor, y: Tensor) -> Any:
 
 EXACT = [
     token, class_loss, selected, counted, nothing_chosen, infinite_elsewhere, in_place, experts, experts_hit,
-    their_number, written, values_in_places, mask_changed, sizes, written_at_rows, written_at_other_places,
-    parts_of_computed_lengths,
+    their_number, written, values_in_places, mask_changed, sizes, lengths, written_at_rows,
+    written_at_other_places, parts_of_computed_lengths,
 ]  # fmt: skip
 
 
@@ -280,6 +292,12 @@ def shared(m: Model, h: Tensor, y: Tensor) -> Any:
     return part
 
 
+def part_by_number(m: Model, h: Tensor, y: Tensor) -> Any:
+    rows = h[m.head(h)[..., 0] > 0]
+    rows[:2].mul_(3)
+    return rows.sum()
+
+
 def shared_in_place(m: Model, h: Tensor, y: Tensor) -> Any:
     rows = h[y > 0]
     part = rows[:, :2]
@@ -293,10 +311,6 @@ def two_masks(m: Model, h: Tensor, y: Tensor) -> Any:
 
 def in_one_batch(m: Model, h: Tensor, y: Tensor) -> Any:
     return h[:, 0][None, torch.where(m.head(h)[:, 0, 0] > 0)[0]][:, 0].sum()
-
-
-def length(m: Model, h: Tensor, y: Tensor) -> Any:
-    return h * len(h[h > 0])
 
 
 def count_in_loop(m: Model, h: Tensor, y: Tensor) -> Any:
@@ -340,9 +354,9 @@ REFUSED = [
     (array, 1, "the value of a tensor decides"),
     (shared, 1, "share memory"),
     (shared_in_place, 3, "what erfinv_ makes"),
+    (part_by_number, 2, "what mul_ makes"),
     (two_masks, 1, "one mask for both"),
     (in_one_batch, 1, "taken by their number"),
-    (length, 1, "mask.sum()"),
     (count_in_loop, 2, "the body of a loop"),
     (write_in_loop, 3, "the body of a loop"),
     (left_loop, 1, "left by break"),

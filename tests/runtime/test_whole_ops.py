@@ -192,6 +192,9 @@ READS: dict[str, Callable[[Any], Any]] = {
         * p.t().as_strided((3, 2), (2, 3))
         * (p * 2).as_strided((3, 2), (1, 3), 4)
     ),
+    "sparse": lambda p: (
+        torch.sparse.mm(p.to_sparse(), torch.ones(5, 2)) + torch.sparse.sum((p * p).to_sparse())
+    ),
     "strides of a part": lambda p: p[2:7, 1:4].clone().as_strided((3, 2), (2, 1), 3),
 }
 
@@ -221,6 +224,21 @@ def test_what_is_read_and_its_gradient_are_of_the_whole(ranks: RankPool) -> None
         for (name, dim), ours in found.items():
             wanted = _read(WHOLE.clone(), READS[name])
             torch.testing.assert_close(ours, wanted, msg=lambda text, of=(name, dim): f"{of}: {text}")
+
+
+def _resized(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    complete_dtensor_ops(torch.device("cpu"), [mesh])
+    p: Any = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])
+    assert p.resize_(WHOLE.shape).full_tensor().equal(WHOLE)
+    with pytest.raises(ShardingError) as error:
+        p.resize_(3)
+    return str(error.value)
+
+
+def test_memory_in_parts_has_one_size(ranks: RankPool) -> None:
+    for said in ranks.run(_resized, world=2):
+        assert "resize_" in said and "  try: p.data = " in said
 
 
 def _strided_part(rank: int, cut: int) -> str:
