@@ -151,7 +151,8 @@ class _Search:
     def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         self.overlaps = overlaps
         known, gap = self.start.choice(self.space), _inner(self.gap)
-        self._take(self.rivals.solve(overlaps, known, gap, self._is_enough))
+        # Of the gap at which the search ends.
+        self._take(self.rivals.solve(overlaps, known, gap, self._is_enough, 0.5 * self.gap))
         self.best = self.judging.of(self.solution.choice)
         apart = not self._stopped() and self._apart()
         if apart and (self.small or self.best.difference(overlaps) > AGREES):

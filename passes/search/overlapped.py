@@ -174,20 +174,23 @@ def solve_overlapped(
     relative_gap: float = 0.0,
     known: Iterable[tuple[int, ...]] = (),
     hear: Callable[[Solution], bool] = lambda _: False,
+    enough: float = 0.0,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
     discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
-    when it stops. known: what other searches found: where mixes of it are best is solved first. hear: told of the best
-    choice and its bound where they are not the last; whether they are good enough. Raises Infeasible.
+    when it stops; enough: of `solve`. known: what other searches found: where mixes of it are best is solved first.
+    hear: told of the best choice and its bound where they are not the last; whether they are good enough. Raises
+    Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
     if not hides and (small or problem.limit is None):
-        return solve(problem, time_limit=time_limit, warm=warm, relative_gap=relative_gap)
+        return solve(problem, time_limit=time_limit, warm=warm, relative_gap=relative_gap, enough=enough)
     search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
+    search.enough = enough
     if warm is not None:
         search.offer(warm)
     for choice in known:
@@ -208,10 +211,10 @@ class CuttingPlanes:
         self.problem = problem
         self.kinds = kinds
         self.deadline = deadline
-        self.rows_inside = rows_inside
+        self.rows_inside, self.enough = rows_inside, 0.0
         self.mixes = rows_inside or problem.limit is None
         entries = sum({id(matrix): matrix.size for matrix in problem.edge_costs}.values())
-        self.relative_gap = max(relative_gap, LARGE_GAP) if entries > LARGE else relative_gap
+        self.relative_gap = max(relative_gap, LARGE_GAP if entries > LARGE else 0.0)
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
@@ -282,7 +285,9 @@ class CuttingPlanes:
         return max(self.relative_gap, INNER_GAP, min(LARGE_GAP, GAP_SHARE * self._gap()))
 
     def _solved(self, inner: Problem, gap: float) -> Solution:
-        return solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
+        return solve(
+            inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None, enough=self.enough
+        )
 
     def add(self, choice: tuple[int, ...]) -> None:
         """A choice that was found, and its plane."""

@@ -60,8 +60,9 @@ class RivalChoices:
         warm: Choice | None,
         gap: float,
         hear: Callable[[Solution], bool] = lambda _: False,
+        enough: float = 0.0,
     ) -> Solution:
-        """The fastest by the objective. hear: of `solve_overlapped`."""
+        """The fastest by the objective. hear, enough: of `solve_overlapped`."""
         found = solve_overlapped(
             self._space.problem,
             self._space.kinds(overlaps),
@@ -70,6 +71,7 @@ class RivalChoices:
             relative_gap=gap,
             known=list(self.found),
             hear=hear,
+            enough=enough,
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found

@@ -36,10 +36,12 @@ BRANCHES = 100
 
 @dataclass(frozen=True)
 class Budget:
-    """When to stop: at `deadline` (time.monotonic), or when the bound is within `tolerance` (absolute)."""
+    """When to stop: at `deadline` (time.monotonic), or when the bound is within `tolerance` (absolute); within `enough`
+    no integer programs are tried."""
 
     deadline: float
     tolerance: float
+    enough: float = 0.0
 
     @property
     def spent(self) -> bool:
@@ -73,7 +75,8 @@ def solve_presolved(
     parts = graph.components()
     choice: dict[int, int] = {}
     cost = bound = graph.constant
-    each = Budget(budget.deadline, budget.tolerance / max(1, len(parts)))
+    share = 1.0 / max(1, len(parts))
+    each = Budget(budget.deadline, share * budget.tolerance, share * budget.enough)
     for part in parts:
         found = _Connected(graph.copy(part), each, warm, start).solve()
         choice |= found.choice
@@ -225,7 +228,7 @@ class _Connected:
                 self._offer(rest.expand(found.best))
 
     def _by_integers(self) -> bool:
-        if self.graph.entries() > PROGRAM_LIMIT:
+        if self.graph.entries() > PROGRAM_LIMIT or self.cost - self.bound <= self.budget.enough:
             return False
         now = time.monotonic()
         # Share of the time left.

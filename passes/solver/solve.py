@@ -25,12 +25,14 @@ def solve(
     time_limit: float = 60.0,
     relative_gap: float = 0.0,
     warm: Sequence[int] | None = None,
+    enough: float = 0.0,
 ) -> Solution:
     """The choice of least cost within the memory limit, with a proven lower bound.
 
     Stops when (cost - bound) / |cost| <= relative_gap (1e-9 at least), or after about `time_limit` seconds with the
     best choice so far. warm: a choice from elsewhere (of a similar problem); where it is possible and fits, only better
-    ones are looked for. Deterministic, as long as the time limit does not end it. Raises Infeasible.
+    ones are looked for. enough: a gap within which what relaxations leave is not searched by integer programs.
+    Deterministic, as long as the time limit does not end it. Raises Infeasible.
     """
     # Share of the time limit, and seconds at most, kept for what cannot be interrupted.
     deadline = time.monotonic() + time_limit - min(10.0, 0.05 * time_limit)
@@ -43,7 +45,7 @@ def solve(
     base = Graph.of(problem, problem.tables if shared else Tables())
     prices: dict[int, float] = {}
     try:
-        choice, bound = _search(problem, base, relative, deadline, known, prices)
+        choice, bound = _search(problem, base, (relative, enough), deadline, known, prices)
     except DeadEnd as dead:
         raise _reason(problem, base, dead, deadline) from None
     if choice is None and known is None:
@@ -60,13 +62,13 @@ def solve(
 def _search(
     problem: Problem,
     base: Graph,
-    relative: float,
+    gaps: tuple[float, float],
     deadline: float,
     known: list[int] | None,
     prices: dict[int, float],
 ) -> tuple[list[int] | None, float]:
-    """The best choice found (None: none) and a bound; those of memory go into `prices`. Raises DeadEnd if nothing is
-    possible."""
+    """The best choice found (None: none) and a bound; those of memory go into `prices`. gaps: at which it stops, and
+    which are enough. Raises DeadEnd if nothing is possible."""
     now = time.monotonic()
     graph = base.copy()
     if problem.limit is not None:
@@ -74,7 +76,7 @@ def _search(
     # Shares of the time limit after which the expensive reductions end, and the cheap ones.
     presolve(graph, now + 0.4 * (deadline - now), now + 0.7 * (deadline - now))
     scale, messages = cost_scale(graph, deadline)
-    budget = Budget(deadline, relative * scale)
+    budget = Budget(deadline, *(gap * scale for gap in gaps))
     warm = None if known is None else graph.reduced(dict(enumerate(known)))
     if graph.use:
         search = MemorySearch(graph, budget, warm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -150,6 +151,18 @@ def test_relative_gap_is_kept() -> None:
     exact, rough = solve(problem), solve(problem, relative_gap=0.2)
     assert rough.gap <= 0.2
     assert rough.lower_bound <= exact.cost <= rough.cost
+
+
+def test_what_is_enough_is_not_searched_by_integers() -> None:
+    """Ten nodes, each beside each other, with costs of all pairs: relaxations leave a gap."""
+    rng, pairs = np.random.default_rng(0), tuple(itertools.combinations(range(10), 2))
+    costs = tuple(rng.random((3, 3)) for _ in pairs)
+    free = tuple(np.zeros(3) for _ in range(10))
+    problem = Problem(free, pairs, costs, ((0, 0),) * 10, free, None)
+    exact, rough = solve(problem), solve(problem, enough=1.0)
+    assert exact.status == "optimal" and exact.cost == pytest.approx(brute_force(problem).cost)
+    assert rough.status == "feasible" and rough.lower_bound < exact.cost <= rough.cost
+    assert solve(problem, enough=rough.gap / 2).status == "optimal"
 
 
 def test_out_of_time_is_feasible_with_a_gap() -> None:
