@@ -58,7 +58,7 @@ def _plan_data(name: str, plan: PlanQuestions) -> Json:
         "summary": list(summary_lines(plan)),
         "step": plan.step_time,
         "parts": step_parts(plan) if single else None,
-        "peak": plan.peak_memory,
+        "peak": plan.peak_memory + plan.reserve,
         "limit": plan.memory_limit,
         "stages": [one.data() for one in stages],
         "charts": charts,

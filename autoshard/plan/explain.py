@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
+from autoshard.plan.plan_memory import fold_numbers
 from autoshard.plan.plan_words import (
     collective_lines,
     fallback_lines,
@@ -16,6 +17,7 @@ from autoshard.plan.plan_words import (
     race_lines,
     refined_line,
     stages_words,
+    times,
 )
 from autoshard.plan.stage_schedule import fullest_rank
 from cost_model.memory import communicators, format_bytes, format_seconds
@@ -113,11 +115,13 @@ def plan_difference(mine: PlanContent, other: PlanContent) -> str:
     else:
         lines += [f"cost   {_change(mine.cost, other.cost)}", memory]
     names = sorted({*mine.parameter_layouts, *other.parameter_layouts})
-    changes = [(name, _held(mine, name), _held(other, name)) for name in names]
+    held = [(name, (_held(mine, name), _held(other, name))) for name in names]
+    changes = fold_numbers([(name, both) for name, both in held if both[0] != both[1]])
     if not mine.axis:
         before, after = _kind_counts(mine), _kind_counts(other)
-        changes += [(key, str(before[key]), str(after[key])) for key in sorted({*before, *after})]
-    lines += [f"  {name}: {held} -> {then}" for name, held, then in changes if held != then]
+        kinds = [(key, (str(before[key]), str(after[key])), 1) for key in sorted({*before, *after})]
+        changes += [kind for kind in kinds if kind[1][0] != kind[1][1]]
+    lines += [f"  {name}: {was} -> {now}{times(count)}" for name, (was, now), count in changes]
     return "\n".join(lines) + "\n"
 
 

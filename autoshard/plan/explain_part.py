@@ -183,9 +183,8 @@ def _node_lines(nodes: Sequence[NodeRecord], buckets: Buckets) -> list[str]:
     lines: list[str] = []
     for record in nodes:
         results = ", ".join(str(result) for result in record.results)
-        lines.append(
-            f"%{record.name}: {results} = {record.op}  // {price_text(record.seconds, record.priced)} {record.source}"
-        )
+        price = f"{price_text(record.seconds, record.priced)} {record.source}".rstrip()
+        lines.append(f"%{record.name}: {results} = {record.op}  // {price}")
         for operand in record.operands:
             lines += [
                 f"    reads %{operand.source} through {how}" for how in transfer_words(operand, buckets)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.plan.plan_content import Nearly, PlanContent
-from autoshard.plan.plan_words import made_of_parameters, race_lines, stages_words
-from cost_model.memory import format_bytes, format_seconds
+from autoshard.plan.plan_words import made_of_parameters, memory_words, race_lines, stages_words
+from cost_model.memory import format_seconds
 from passes.ir.routing import Routing
 from passes.layout.layout import KEYS, RING, nested_sizes
 from passes.plan.planned_graph import NodeRecord
@@ -35,8 +35,7 @@ def summary_lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
     yield "plan", f"{_count(weights)} parameters on {plan.mesh} of {plan.mesh.device_type}"
     yield "prices", f"profile {plan.origin.profile}{nominal}"
     yield "step", _step(plan)
-    limit = "" if plan.memory_limit is None else f" of {format_bytes(plan.memory_limit)}"
-    yield "memory", f"{format_bytes(plan.peak_memory)}{limit} on the fullest device, predicted"
+    yield "memory", memory_words(plan)
     yield "proof", _proof(plan)
     if plan.axis:
         yield plan.axis, f"pipeline: {stages_words(plan)}, bubble {plan.bubble:.0%}"

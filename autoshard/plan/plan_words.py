@@ -178,6 +178,14 @@ def race_lines(race: Sequence[Raced]) -> list[str]:
     ]
 
 
+def memory_words(plan: PlanContent) -> str:
+    """All that counts against the limit, and how much of it is no tensor."""
+    limit = "" if plan.memory_limit is None else f" of {format_bytes(plan.memory_limit)}"
+    tensors, reserve = format_bytes(plan.peak_memory), format_bytes(plan.reserve)
+    beside = f": {tensors} of tensors, {reserve} for context and communicators" if plan.reserve else ""
+    return f"{format_bytes(plan.peak_memory + plan.reserve)}{limit} on the fullest device, predicted{beside}"
+
+
 def memory_lines(memory: MemoryTimeline | None, head: str) -> list[str]:
     """What lives at the peak, by kind, with the largest values of each; nothing where that is not known."""
     return [] if memory is None else [head, *(f"  {line}" for line in kind_lines(memory)), ""]
@@ -206,8 +214,12 @@ def parameter_lines(layouts: Mapping[str, Layout]) -> list[str]:
     """A line for each parameter; those of equal layers, "layers.0-31.w", share one."""
     rows = fold_numbers([(name, str(layout)) for name, layout in layouts.items()])
     width = max((len(name) for name, _, _ in rows), default=0)
-    times = lambda count: f"  x {count}" if count > 1 else ""
     return ["parameters"] + [f"  {name:{width}} {layout}{times(count)}" for name, layout, count in rows]
+
+
+def times(count: int) -> str:
+    """Behind a line that stands for several."""
+    return f"  x {count}" if count > 1 else ""
 
 
 def fallback_lines(plans: Sequence[PlanContent]) -> list[str]:

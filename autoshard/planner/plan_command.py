@@ -10,11 +10,12 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.progress import stages_of
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
@@ -140,6 +141,12 @@ def _say(subject: str, text: str) -> None:
     print(f"{subject:11} {text}", flush=True)
 
 
+def _stage(asked: Workload, stage: str) -> AbstractContextManager[Any]:
+    """Says on the way what takes long."""
+    step = f"{asked.batch} x {asked.sequence} on {asked.gpus}"
+    return stages_of(0, f"autoshard plan, {asked.model.name}, {step}")(stage)
+
+
 def _workload(arguments: argparse.Namespace, configuration: Configuration | None) -> Workload:
     import torch
 
@@ -192,7 +199,8 @@ def _best(asked: Workload, shapes: list[dict[str, int]], pieces: list[int | str]
     for shape in shapes:
         words = ",".join(f"{axis}={size}" for axis, size in shape.items())
         try:
-            found.append(best_run(asked, shape, pieces))
+            with _stage(asked, f"planning {words}"):
+                found.append(best_run(asked, shape, pieces))
             said = asked.words(found[-1][0])
         except InfeasibleError as error:
             reasons.append(error)
@@ -209,7 +217,8 @@ def _beside(asked: Workload, configuration: Configuration) -> Plan:
     InfeasibleError of a search that found no plan, when all else is said."""
     from autoshard.planner.priced_runs import configured_run
 
-    run = configured_run(asked, configuration)
+    with _stage(asked, f"pricing {configuration}"):
+        run = configured_run(asked, configuration)
     _say("runs", f"{configuration.framework}: {configuration}")
     _say("step", asked.words(run))
     try:
@@ -255,7 +264,8 @@ def _others(configuration: Configuration, asked: Workload) -> Iterator[tuple[Con
         if other.tensor in done or other == configuration or not asked.model.recomputes(other.recompute):
             continue
         with suppress(InfeasibleError, ShardingError):  # heads or a batch that are not divided so
-            run = configured_run(asked, other)
+            with _stage(asked, f"pricing {other}"):
+                run = configured_run(asked, other)
             if asked.fits(run):
                 done.add(other.tensor)
             yield other, run

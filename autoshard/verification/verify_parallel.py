@@ -180,7 +180,8 @@ class _RankComparison:
                 if all(self._of_all(own is not None)):
                     assert own is not None
                     pieces = self._of_all(whole_value(own))
-                    error = min(joined_errors(pieces, value * factor, self.mesh), default=float("inf"))
+                    ways = joined_errors(pieces, value * factor, self.mesh, self.batch_axes)
+                    error = min(ways, default=float("inf"))
                     if error > 10.0 * limit:
                         name, kind = call[0] or "the model", self.wanted.kinds[call[0]]
                         return Divergence(name, said, error, kind, "")
@@ -204,12 +205,16 @@ def _error(value: torch.Tensor | None, expected: torch.Tensor, floor: float) -> 
     return relative_error(value, expected, max(largest([expected]), floor))
 
 
-def joined_errors(pieces: Sequence[torch.Tensor], expected: torch.Tensor, mesh: MeshSpec) -> Iterator[float]:
+def joined_errors(
+    pieces: Sequence[torch.Tensor], expected: torch.Tensor, mesh: MeshSpec, batch_axes: Sequence[str] = ()
+) -> Iterator[float]:
     """Errors of every way in which the ranks' pieces may be one value: along each axis copies, parts of a dim or
-    summands."""
+    summands; along those of the batch also what a mean is of, as a loss of each rank's rows."""
     scale = largest([expected])
     ways: list[int | str] = ["copies", "sum", *range(expected.ndim)]
-    for chosen in itertools.product(ways, repeat=len(mesh.names)):
+    for chosen in itertools.product(
+        *([*ways, "mean"] if axis in batch_axes else ways for axis in mesh.names)
+    ):
         joined = _joined(list(pieces), chosen, mesh, expected.shape)
         if joined is not None and all(one.shape == expected.shape for one in joined):
             yield max(relative_error(one, expected, scale) for one in joined)
@@ -230,11 +235,18 @@ def _joined(
             if isinstance(way, int) and sum(one.shape[way] for one in groups[0]) > shape[way]:
                 return None
             try:
-                merged.append([torch.cat(one, way) if isinstance(way, int) else sum(one) for one in groups])  # type: ignore[misc]
+                merged.append([_merged(one, way) for one in groups])
             except (RuntimeError, IndexError):  # of other shapes
                 return None
         copies = merged
     return [row[0] for row in copies]
+
+
+def _merged(pieces: list[torch.Tensor], way: int | str) -> torch.Tensor:
+    if isinstance(way, int):
+        return torch.cat(pieces, way)
+    total: torch.Tensor = sum(pieces)  # type: ignore[assignment]
+    return total / len(pieces) if way == "mean" else total
 
 
 MakeParallel = Callable[[nn.Module, DeviceMesh], nn.Module]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard import MeshSpec, Plan
+from autoshard import MeshSpec, Plan, progress
 from autoshard.plan.division import Division
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan
@@ -268,6 +268,9 @@ def test_a_configuration_beside_the_best_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOSHARD_PROGRESS", "1")
+    monkeypatch.setattr(progress, "_SILENT_SECONDS", 0.0)
     slow_compute().save(tmp_path / "slow.json")
     Path("planned_residual.py").write_text(
         "from tests.planner.test_plan_command import given\n"
@@ -275,7 +278,9 @@ def test_a_configuration_beside_the_best_plan(
     )
     Path("a.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nseed: 1\n")
     options = ("planned_residual:made", "--device", "cpu", "--profile", "slow.json", "-o", "plan.json")
-    code, out, _ = command("plan", *options, "--accelerate", "a.yaml", "--memory-limit", "1GB")
+    code, out, err = command("plan", *options, "--accelerate", "a.yaml", "--memory-limit", "1GB")
+    for stage in ("pricing shard=2; not compiled", "planning dp=2", "pricing shard=2"):
+        assert f"autoshard: {stage}: " in err
     assert (
         code == 0 and "runs        accelerate: shard=2; not compiled\n" in out and "not read    seed" in out
     )

@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autoshard import MeshSpec, Plan, find_plan
+from autoshard.drawing.page_data import page_data
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_content import Nearly
 from autoshard.plan.plan_summary import axis_words, without_shares
 from autoshard.plan.task import CallLayouts, Task, search_plans
 from autoshard.planning import canonical_capture
+from cost_model.memory import format_bytes
 from tests.profiles import slow_compute
 
 
@@ -31,6 +33,15 @@ def test_one_screen() -> None:
     assert all(len(line) <= 140 for line in str(plan).splitlines())
     assert said["plan"] == "33.1 thousand parameters on mesh (dp=4) of cpu"  # 64 x 256 x 2 + 256 + 64
     assert "of 100MB" in said["memory"]
+
+
+def test_memory_is_all_that_counts_against_the_limit() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(64, 64)
+    plan = find_plan(model, MeshSpec({"dp": 2}, device_type="cuda"), (x,), memory_limit="10GB")
+    held = format_bytes(plan.peak_memory + plan.reserve)
+    assert plan.reserve > plan.peak_memory
+    assert axes(plan)["memory"].startswith(f"{held} of 10GB on the fullest device, predicted: ")
+    assert page_data(("a", plan))["plans"][0]["peak"] == plan.peak_memory + plan.reserve
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,19 @@ def test_a_family_is_the_plan_that_its_pins_give(plan: Plan) -> None:
     assert text.endswith(plan.diff(found))
 
 
+def test_equal_layers_differ_in_one_line() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    plan = find_plan(model, DP4, rows(64, 64)[:1], profile=H100, constraints={"*": [Replicate()]})
+    other = find_plan(model, DP4, rows(64, 64)[:1], profile=H100, constraints={"*": [Shard(0)]})
+    lines = [line for line in plan.diff(other).splitlines() if "weight" in line]
+    assert lines == ["  0-3.weight: [-, -] -> [@dp, -]  x 4"]
+
+
+def test_no_line_ends_in_a_space(plan: Plan) -> None:
+    for name in plan.parameter_layouts:
+        assert not [line for line in plan.explain(name).splitlines() if line != line.rstrip()]
+
+
 def test_the_family_that_the_plan_is_of(plan: Plan) -> None:
     assert "the plan is one" in plan.why_not("FSDP").splitlines()[0]
     assert plan.why_not("ZeRO") == plan.why_not("fsdp") == plan.why_not("zero-3")

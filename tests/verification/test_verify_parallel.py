@@ -166,8 +166,10 @@ def test_a_product_that_is_not_reduced(ranks: RankPool) -> None:
     assert "blocks.1 = its output (Block): relative error" in str(report)
 
 
-def test_gradients_that_are_not_reduced(ranks: RankPool) -> None:
-    report = ranks.run(verified, {"dp": 2}, forgotten, ("dp",), world=2)[0]
+@pytest.mark.parametrize("make_model", [model, loss_of_model])
+def test_gradients_that_are_not_reduced(ranks: RankPool, make_model: Any) -> None:
+    """A loss that each rank has of its own rows is right: the model's is the mean."""
+    report = ranks.run(verified, {"dp": 2}, forgotten, ("dp",), make_model, world=2)[0]
     assert not report.ok and report.errors["output 0"] < 1e-12
     assert report.first_divergence is not None
     assert (report.first_divergence.op, report.first_divergence.module) == ("its gradient", "a parameter")
