@@ -157,11 +157,16 @@ def _trained(
     given: fx.GraphModule, inputs: Sequence[GraphInput], ends: Sequence[GraphOutput], made: fx.GraphModule
 ) -> Trained:
     """Of those that are `given`; `ends` are the results of `made`."""
-    nodes, results = placeholders_of(given), made.graph.output_node().args[0]
+    results = made.graph.output_node().args[0]
+    nodes = {
+        place: node
+        for place, (spec, node) in enumerate(zip(inputs, placeholders_of(given), strict=False))
+        if spec.kind == "param"
+    }
     return {
         end.index: nodes[end.index]
         for end, result in zip(ends, results, strict=True)  # type: ignore[arg-type]
-        if end.kind == "grad" and result is not None and inputs[end.index].kind == "param"
+        if end.kind == "grad" and result is not None and end.index in nodes
     }
 
 

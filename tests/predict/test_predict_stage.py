@@ -6,10 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import fx
 
 from cost_model.mesh import MeshSpec
+from passes.ir.joint import GraphInput, GraphOutput
+from passes.lower.partition import RankGraph
 from passes.lower.piecewise import pieces_of
-from passes.lower.rank_program import rank_program
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.predict.predict_program import trained_by
 from passes.predict.predict_step import predict_stage
 from passes.simulate.lockstep import simulated_groups
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
@@ -57,3 +62,14 @@ def test_what_a_piece_keeps_is_what_its_backward_reads() -> None:
             {crossing.name for crossing in graph.received},
         )
         assert again == figures
+
+
+def test_a_piece_whose_forward_reads_nothing_trains_nothing() -> None:
+    """A stage between a value's and its reader's passes the gradient on: its piece has that alone, of no input."""
+    graph = fx.Graph()
+    tangent = graph.placeholder("tangent")
+    tangent.meta["val"] = torch.empty(3)
+    graph.output((tangent,))
+    local = RankGraph(fx.GraphModule({}, graph), {})
+    for inputs in ((GraphInput("tangent", "tangent", 0),), ()):
+        assert trained_by(RankProgram.of(local, inputs, (GraphOutput("grad", "h"),))) == {}
