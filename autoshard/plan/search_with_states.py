@@ -153,8 +153,10 @@ class StatesWithin:
     def _ordered(self, whole: Found, limit: int) -> tuple[Way, ...]:
         """Those to be searched. With exchanges first, unless these take so much of the limit that the other is likelier
         to fit."""
-        share = self.messages(whole) / limit
-        return self.ways[: 1 + (share > _WORTH)][:: 1 if share < _MUCH else -1]
+        nbytes = self.messages(whole)
+        if nbytes <= _WORTH * limit:
+            return self.ways[:1]
+        return self.ways if nbytes < _MUCH * limit else self.ways[::-1]
 
     def _best(self, whole: Found, known: Found | None, limit: int, deadline: Deadline) -> Found:
         """The fastest of what is known and of what the ways have; those are not searched that can save too little. Far
@@ -171,8 +173,9 @@ class StatesWithin:
                 own = way is self.ways[0] or far
                 start = whole if own else way.fastest(self.joint, None, None, 0, until.share(0.5))
                 # Share of the time that a way must be able to save to be searched.
-                hopeless = best is not None and start.lower_bound >= best.seconds * (1.0 - 1e-2)
-                if hopeless or (best is not None and self.reserve(start) >= limit):
+                if best is not None and (
+                    start.lower_bound >= best.seconds * (1.0 - 1e-2) or self.reserve(start) >= limit
+                ):
                     continue
                 found = self._within(way, start, limit, faster, until)
             except InfeasibleError as reason:

@@ -141,6 +141,10 @@ def _say(subject: str, text: str) -> None:
     print(f"{subject:11} {text}", flush=True)
 
 
+def _none(error: InfeasibleError) -> str:
+    return f"no plan: {str(error).splitlines()[0]}"
+
+
 def _stage(asked: Workload, stage: str) -> AbstractContextManager[Any]:
     """Says on the way what takes long."""
     step = f"{asked.batch} x {asked.sequence} on {asked.gpus}"
@@ -204,7 +208,7 @@ def _best(asked: Workload, shapes: list[dict[str, int]], pieces: list[int | str]
             said = asked.words(found[-1][0])
         except InfeasibleError as error:
             reasons.append(error)
-            said = f"no plan: {str(error).splitlines()[0]}"
+            said = _none(error)
         if len(shapes) > 1:
             _say(words, said)
     if not found:
@@ -225,7 +229,7 @@ def _beside(asked: Workload, configuration: Configuration) -> Plan:
         plan = _compared(asked, configuration, run)
     except InfeasibleError as error:
         plan = error
-        _say("autoshard", f"no plan: {str(error).splitlines()[0]}")
+        _say("autoshard", _none(error))
     runs = [(configuration, run), *_others(configuration, asked)]
     fitting = [one for one in runs if asked.fits(one[1])]
     if fitting:

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.graph_pass import GraphPass, Sweep, copy_joint, emit, emit_at, replace, shape_of, tensor_at
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view
+from passes.ir.op_traits import is_collective, is_pointwise, is_use, is_view, storage_root
 from passes.ir.routing import Routing, check_experts, copies_of, sum_of
 from passes.layout.layout import ROUTED
 from passes.ops.collective_ops import returned, sent
@@ -203,18 +203,12 @@ def leading(
     for node in sweep:
         reads = [user in read or (user in readers and _reads_rows(user, node)) for user in node.users]
         alone = all(reads) and node not in others and node not in readers
-        alone = alone and (is_use(node) or not is_view(node) or _views_sent(node, others))
+        alone = alone and (is_use(node) or not is_view(node) or storage_root(node).target is sent)
         if any(reads) and (node in made or (alone and _is_by_rows(node, shape))):
             read.add(node)
             sweep.add(node.all_input_nodes)
     of_op = lambda node: node.target is not operator.getitem or tensor_at(node) in read | made
     return frozenset(filter(of_op, read))
-
-
-def _views_sent(node: fx.Node, others: frozenset[fx.Node]) -> bool:
-    while is_view(node) and node not in others:
-        node = node.all_input_nodes[0]
-    return node.target is sent
 
 
 def _is_by_rows(node: fx.Node, shape: tuple[int, ...]) -> bool:

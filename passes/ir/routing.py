@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cost_model.errors import ShardingError, is_number, reject
 from cost_model.mesh import MeshSpec
+from passes.layout.layout import ROUTED
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def sum_of(choice: Choice) -> str:
 
 
 def copies_of(choice: Choice) -> str:
-    """Pending, as `passes.layout.layout.ROUTED`: rows of which those of a token are alike."""
-    return f"routed{choice}"
+    """Pending, as `ROUTED`: rows of which those of a token are alike."""
+    return f"{ROUTED}{choice}"
 
 
 def rows_share(
@@ -135,7 +136,7 @@ def rows_share(
     share = 1.0
     for op in dict.fromkeys(op for _, op in partial):
         ways = [mesh.size(axis) for axis in mesh.names if (axis, op) in partial]
-        if op.startswith("routed"):
+        if op.startswith(ROUTED):
             share *= fullest(ways)
         elif choice := Choice.of(op):
             share *= min(1.0, choice.ranks(math.prod(ways)) * fullest(ways))

@@ -160,7 +160,7 @@ def _trained(
     results = made.graph.output_node().args[0]
     nodes = {
         place: node
-        for place, (spec, node) in enumerate(zip(inputs, placeholders_of(given), strict=False))
+        for place, (spec, node) in enumerate(zip(inputs, placeholders_of(given), strict=True))
         if spec.kind == "param"
     }
     return {

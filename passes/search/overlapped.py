@@ -214,7 +214,7 @@ class CuttingPlanes:
         self.rows_inside, self.enough = rows_inside, 0.0
         self.mixes = rows_inside or problem.limit is None
         entries = sum({id(matrix): matrix.size for matrix in problem.edge_costs}.values())
-        self.relative_gap = max(relative_gap, LARGE_GAP if entries > LARGE else 0.0)
+        self.relative_gap = max(relative_gap, LARGE_GAP) if entries > LARGE else relative_gap
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf

@@ -50,7 +50,7 @@ def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> i
 
 def _rows_share(layout: Layout, node: fx.Node, mesh: MeshSpec) -> float:
     """What part of a shard counts on the fullest rank. node: what makes or reads its rows."""
-    return rows_share(layout.partial, mesh, partial(_fullest, node)) if layout.partial else 1.0
+    return rows_share(layout.partial, mesh, partial(_fullest, node))
 
 
 def _fullest(node: fx.Node, ways: Sequence[int]) -> float:
