@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, type_of
 from cost_model.mesh import MeshSpec
 from passes.capture.call import CallKey, flatten_call, tensor_names
 from passes.capture.trees import unflatten
@@ -40,7 +40,7 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 return tuple(args), dict(kwargs)
         return tuple(example_inputs), {}
     raise ShardingError(
-        f"example_inputs is a {type(example_inputs).__name__}\n"
+        f"example_inputs is {type_of(example_inputs)}\n"
         "  try: a tuple of the call's arguments, or (tuple, dict) with keyword arguments"
     )
 

@@ -38,7 +38,7 @@ from autoshard.plan.task import Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import may_refine, shared_refined_plan
 from cost_model.deadline import Deadline
-from cost_model.errors import ShardingError, checked_seconds, checked_share
+from cost_model.errors import ShardingError, checked_seconds, checked_share, type_of
 from cost_model.measure.measure import check_device_type
 from cost_model.measure.sampling import check_world
 from cost_model.memory import parse_bytes
@@ -59,7 +59,7 @@ def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
     """Names and sizes of a mesh; unnamed DeviceMesh axes are called "axis0", "axis1", ..."""
     if not isinstance(mesh, (MeshSpec, DeviceMesh)):
         raise ShardingError(
-            f"mesh is a {type(mesh).__name__}\n"
+            f"mesh is {type_of(mesh)}\n"
             "  try: torch.distributed.device_mesh.init_device_mesh('cuda', (8,), mesh_dim_names=('dp',))"
         )
     spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)

@@ -289,7 +289,7 @@ _RATE = re.compile(r"\(([\d,]+) of each device\)")
 def table_row(one: Configured, printed: str) -> str:
     """| run | as configured | published | predicted | error | GB | autoshard's plan | better |: tokens a second of a
     GPU, and how much more than predicted of the configuration."""
-    lines = {line[:11].strip(): line[12:] for line in printed.splitlines()}
+    lines = {line[:11].strip(): line[12:] for line in printed.replace("\n" + " " * 12, " ").splitlines()}
     rate = lambda name: float(_RATE.search(lines[name])[1].replace(",", ""))  # type: ignore[index]
     published, predicted = one.row.rate or 0.0, rate("step")
     changes = lines["better"].rpartition(": ")[0]

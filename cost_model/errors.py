@@ -12,6 +12,7 @@ import math
 import os
 import re
 import reprlib
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -72,17 +73,34 @@ def few(names: Sequence[str], most: int, more: str = " and {} more") -> str:
     return ", ".join(names[:most]) + (more.format(len(names) - most) if len(names) > most else "")
 
 
+def titled(subject: str, words: str) -> str:
+    """A line of a printed page, folded below its words."""
+    return textwrap.fill(
+        f"{subject:11} {words}",
+        120,
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def type_of(value: object) -> str:
+    """Its type, with an article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def shown(value: object) -> str:
     """A value in a message. Numbers, text and short lists are shown as written, all else by its type."""
     if isinstance(value, (list, tuple, dict)):
         try:
             return _SHORT.repr(value)  # it does not recurse into what is nested deep
         except ValueError:  # an integer that Python refuses to write
-            return f"a {type(value).__name__}"
+            return type_of(value)
     text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
     if isinstance(value, int) and abs(value) < 10**40:  # Python refuses to write the longest
         text = repr(value)
-    return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
+    return text if 0 < len(text) <= 60 else type_of(value)
 
 
 def checked_seconds(value: object, argument: str) -> float:

@@ -29,7 +29,16 @@ from autoshard.data.rank_sampler import (
     member,
 )
 from autoshard.watching.agreement import agree, collectively
-from cost_model.errors import PlanError, ShardingError, checked_count, checked_flag, is_whole, reject, shown
+from cost_model.errors import (
+    PlanError,
+    ShardingError,
+    checked_count,
+    checked_flag,
+    is_whole,
+    reject,
+    shown,
+    type_of,
+)
 from cost_model.mesh import MeshSpec
 from passes.ir.process_state import random_state_kept
 from passes.layout.layout import Span
@@ -343,7 +352,7 @@ def _length(dataset: Any) -> int:
         return len(dataset)
     except TypeError:
         raise ShardingError(
-            f"dataset is a {type(dataset).__name__}, which has no length\n"
+            f"dataset is {type_of(dataset)}, which has no length\n"
             "  try: a map-style dataset, with __len__ and __getitem__"
         ) from None
 

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from autoshard.global_call import as_call, leaf_names, matched_placements
 from autoshard.planning import mesh_spec
-from cost_model.errors import ShardingError, checked_count, is_whole, reject
+from cost_model.errors import ShardingError, checked_count, is_whole, reject, type_of
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, nested_sizes
 from passes.layout.placements import placement_leaves, placements_to_layout
@@ -215,7 +215,7 @@ def inner_spans(
     """
     if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
         raise ShardingError(
-            f"a batch is a {type(batch).__name__}\n  try: a collate_fn that makes a tensor, tuple or dict"
+            f"a batch is {type_of(batch)}\n  try: a collate_fn that makes a tensor, tuple or dict"
         )
     names, tensors = leaf_names(*as_call(batch))
     given = matched_placements(placements, names, mesh, argument="placements")

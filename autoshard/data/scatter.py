@@ -25,7 +25,7 @@ from autoshard.global_call import joined
 from autoshard.runtime.process_groups import local_device, whole_group
 from autoshard.runtime.sharding import shard_of
 from autoshard.watching.agreement import agree, collectively, everyones
-from cost_model.errors import ShardingError, is_number, is_whole, reject, shown
+from cost_model.errors import ShardingError, is_number, is_whole, reject, shown, type_of
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.layout.placements import as_placements, placements_to_layout
@@ -289,6 +289,6 @@ def _checked_plain(value: object, what: str) -> Tensor:
             f"{what} is a DTensor, which knows its parts\n  try: redistribute(), full_tensor() or to_local()"
         )
     if not isinstance(value, torch.Tensor) or value.is_meta:
-        kind = "on meta" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        kind = "on meta" if isinstance(value, torch.Tensor) else type_of(value)
         raise ShardingError(f"{what} is {kind}\n  try: a torch.Tensor with data")
     return value

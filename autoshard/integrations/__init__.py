@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -64,14 +65,24 @@ _RANDOM = "autoshard_random.pt"
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict, whole on rank 0. Every rank calls it."""
-    return get_model_state_dict(model, options=_WHOLE)
+    """The model's state dict, whole on rank 0; names of one parameter have one tensor. Every rank calls it."""
+    whole = OrderedDict(
+        get_model_state_dict(model, options=_WHOLE)
+    )  # by its type accelerate knows that of a model
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in whole:
+            whole[name] = whole[first.setdefault(id(parameter), name)]
+    return whole
 
 
 class WholeOptimizer:
     """An optimizer whose state dict is whole on rank 0, in the form of one process. Every rank makes it."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not optimizer.state:  # torch would make one by a step, which optimizers count
+            self._state = optimizer.state_dict()
+            return
         whole = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
         self._state = whole and FullyShardedDataParallel.rekey_optim_state_dict(
             whole, OptimStateKeyType.PARAM_ID, model, optim=optimizer
@@ -79,6 +90,18 @@ class WholeOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
+
+
+class WholeModel:
+    """A model for what loads into it, and asks first in which memory its values lie: names of one are in one place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.load_state_dict, self._state_dict = model.load_state_dict, model.state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        places: dict[int, Tensor] = {}
+        values = self._state_dict(keep_vars=True).items()
+        return {name: places.setdefault(id(value), torch.zeros(1)) for name, value in values}
 
 
 def random_states(models: Iterable[nn.Module]) -> list[dict[str, Any]]:

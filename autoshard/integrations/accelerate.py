@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from autoshard.api import autoshard
 from autoshard.integrations import (
+    WholeModel,
     WholeOptimizer,
     draw_as_rank_0,
     load_random,
@@ -27,7 +28,7 @@ from autoshard.runtime.session import Session
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import prepare_data_loader
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, find_batch_size, recursively_apply
 except ImportError as error:
     raise ImportError(
         f"AutoshardAccelerator needs accelerate: {error}\n  try: pip install 'autoshard[trainer]'"
@@ -121,6 +122,7 @@ class AutoshardAccelerator(Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        _count_last_batch(prepared)
         self._dataloaders.append(prepared)
         return prepared
 
@@ -128,7 +130,11 @@ class AutoshardAccelerator(Accelerator):
         return tensor if self._same else super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        return input_data if self._same else super().gather_for_metrics(input_data, use_gather_object)
+        """As of the last batch of one process: a value repeated for each row of a batch is cut to those that it has."""
+        if not self._same:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        return recursively_apply(lambda x: x[:rest] if x.ndim else x, input_data) if rest > 0 else input_data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         return tensor if self._same else super().reduce(tensor, reduction, scale)
@@ -152,10 +158,33 @@ class AutoshardAccelerator(Accelerator):
             save_random(models, folder)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        super().load_state(*args, **kwargs)
-        if self._parallel:
-            draw_as_rank_0()  # more processes may go on than have saved
+        if not self._parallel:
+            return super().load_state(*args, **kwargs)
+        last = self.register_load_state_pre_hook(_take_whole)
+        try:
+            super().load_state(*args, **kwargs)
+        finally:
+            last.remove()
+        draw_as_rank_0()  # more processes may go on than have saved
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return next(one for one in self._models if any(id(p) in own for p in one.parameters()))
+
+
+def _take_whole(models: list[Any], _: object) -> None:
+    models[:] = map(WholeModel, models)
+
+
+def _count_last_batch(prepared: Any) -> None:
+    """Let the loader's remainder be the rows of its last batch, also where its data have no length."""
+    plain: Any = type(prepared.base_dataloader)
+
+    def batches(loader: Any) -> Iterator[Any]:
+        rows = None
+        for batch in plain.__iter__(loader):
+            rows = find_batch_size(batch)
+            yield batch
+        prepared.remainder = rows or -1
+
+    prepared.base_dataloader.__class__ = type(plain.__name__, (plain,), {"__iter__": batches})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,7 @@ class ParallelSteps(_Strategy):
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = _never  # every rank counts all rows
+        _of(self.lightning_module).untoggle_optimizer = partial(_untoggle, _of(self.lightning_module))
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
@@ -170,6 +172,15 @@ def _parts(module: LightningModule, names: Sequence[str] | None) -> Sequence[nn.
             what = f"{name}, a trained parameter outside of {', '.join(names) or 'all modules'}"
             raise refused("AutoshardStrategy", what, "a module with a forward that has it, in modules=[...]")
     return parts
+
+
+def _untoggle(module: LightningModule, optimizer: Any) -> None:
+    """As Lightning's, also where a first call has replaced parameters since `toggle_optimizer`."""
+    groups = [group for one in module.trainer.optimizers for group in one.param_groups]
+    now = dict.fromkeys(parameter for group in groups for parameter in group["params"])
+    before = module._param_requires_grad_state.values()
+    module._param_requires_grad_state = dict(zip(now, before, strict=False))
+    type(module).untoggle_optimizer(module, optimizer)
 
 
 def _named(kind: type, name: str) -> Any:

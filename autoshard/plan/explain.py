@@ -104,7 +104,7 @@ def _stages_proof(plan: PlanContent) -> Iterator[str]:
 def plan_difference(mine: PlanContent, other: PlanContent) -> str:
     """What changes from `mine` to `other`, both with stages or both without: step time, what the search counts, memory,
     schedule and cut, parameters, collectives."""
-    lines = [f"step   {_change(mine.step_time, other.step_time)}"]
+    lines = [f"step   {(step := _change(mine.step_time, other.step_time))}"]
     memory = f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}"
     if mine.axis:
         lines.append(memory)
@@ -113,7 +113,8 @@ def plan_difference(mine: PlanContent, other: PlanContent) -> str:
         if mine.cut != other.cut:
             lines.append(f"  cut at {', '.join(mine.cut)} -> {', '.join(other.cut)}")
     else:
-        lines += [f"cost   {_change(mine.cost, other.cost)}", memory]
+        cost = _change(mine.cost, other.cost)
+        lines += [*([] if cost == step else [f"cost   {cost}"]), memory]
     names = sorted({*mine.parameter_layouts, *other.parameter_layouts})
     held = [(name, (_held(mine, name), _held(other, name))) for name in names]
     changes = fold_numbers([(name, both) for name, both in held if both[0] != both[1]])

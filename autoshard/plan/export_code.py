@@ -41,9 +41,10 @@ class _Written:
 
     def text(self) -> str:
         if not self.calls.tensor and not self.calls.data:
+            *missing, _ = self.calls.missing()
             raise PlanError(
                 "export(...): nothing of this plan can be written as code of stock PyTorch\n"
-                + "".join(f"    {line}\n" for line in self.calls.missing())
+                + "".join(f"    {line}\n" for line in missing or ["every rank computes the same"])
                 + "  try: autoshard(model, mesh, plan=...), or a plan of a family, plan.why_not('FSDP')"
             )
         problems = [*self.calls.styles.problems, *self.calls.unstyled()]

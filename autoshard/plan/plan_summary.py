@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from autoshard.plan.plan_content import Nearly, PlanContent
 from autoshard.plan.plan_words import made_of_parameters, memory_words, race_lines, stages_words
-from cost_model.memory import format_seconds
+from cost_model.errors import titled
+from cost_model.memory import format_count, format_seconds
 from passes.ir.routing import Routing
 from passes.layout.layout import KEYS, RING, nested_sizes
 from passes.plan.planned_graph import NodeRecord
@@ -25,14 +26,14 @@ _WINDOWED = ("aten.convolution", "neighborhood_attention")
 
 def plan_summary(plan: PlanContent) -> str:
     """Mesh, step, memory, gap, and what each axis of the mesh does, in lines of one subject."""
-    return "\n".join(f"{subject:11} {words}" for subject, words in summary_lines(plan)) + "\n"
+    return "\n".join(titled(*line) for line in summary_lines(plan)) + "\n"
 
 
 def summary_lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
     records = [record for stage in plan.stages for record in stage.records]
     weights = sum(math.prod(one.results[0].shape) for one in records if one.op == "param")
     nominal = ", nominal: measured on no machine" if plan.origin.nominal else ""
-    yield "plan", f"{_count(weights)} parameters on {plan.mesh} of {plan.mesh.device_type}"
+    yield "plan", f"{format_count(weights)} parameters on {plan.mesh} of {plan.mesh.device_type}"
     yield "prices", f"profile {plan.origin.profile}{nominal}"
     yield "step", _step(plan)
     yield "memory", memory_words(plan)
@@ -51,13 +52,6 @@ def summary_lines(plan: PlanContent) -> Iterator[tuple[str, str]]:
     yield "more", 'plan.explain(), plan.explain("name"), plan.why_not("FSDP"), plan.draw("plan.html")'
 
 
-def _count(number: float) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
-
-
 def step_parts(plan: PlanContent) -> tuple[float, float, float]:
     """Seconds of computation, of communication, and of those that are not hidden, of a plan without stages."""
     computed = min(plan.step_time, sum(record.seconds for record in plan.records))
@@ -72,8 +66,8 @@ def _step(plan: PlanContent) -> str:
         return words
     computed, moved, exposed = step_parts(plan)
     return (
-        f"{words}: {format_seconds(computed)} of computation, {format_seconds(moved)} of communication, of which "
-        f"{format_seconds(exposed)} ({exposed / plan.step_time:.0%} of the step) is not hidden"
+        f"{words}: {format_seconds(computed)} of computation, {format_seconds(moved)} of communication, "
+        f"{format_seconds(exposed)} ({exposed / plan.step_time:.0%} of the step) not hidden"
     )
 
 

@@ -27,7 +27,6 @@ from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import pinned_layout
 from autoshard.plan.plan_words import plan_words
 from cost_model.errors import InfeasibleError, PlanError, few, reject
-from cost_model.memory import format_seconds
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.ir.routing import checked_routing
@@ -199,12 +198,10 @@ def is_of_family(plan: PlanContent, family: Family) -> bool:
 
 def _verdict(mine: PlanContent, other: PlanContent) -> str:
     change = other.step_time / mine.step_time - 1.0
-    times = f"step {format_seconds(mine.step_time)} -> {format_seconds(other.step_time)}"
     # Share of a step under which two plans are said to be equally fast.
     if abs(change) < 1e-3:
-        same = mine.parameter_layouts == other.parameter_layouts
-        return f"the plan is one, {times}" if same else f"as fast, {times}"
-    return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}, {times}"
+        return "the plan is one" if mine.parameter_layouts == other.parameter_layouts else "as fast"
+    return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
 
 
 def variant_narrowing(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> Narrowing:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard.progress import stages_of
-from cost_model.errors import InfeasibleError, ShardingError
-from cost_model.memory import format_seconds
+from cost_model.errors import InfeasibleError, ShardingError, titled, type_of
+from cost_model.memory import format_seconds, parse_bytes
 from cost_model.mesh import MeshSpec
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ _FRAMEWORKS = ("torchtitan", "megatron", "accelerate")
 def _check(arguments: argparse.Namespace) -> None:
     """ShardingError for options that exclude each other."""
     given = {name for name, value in vars(arguments).items() if value is not None}
+    if "memory_limit" in given:
+        parse_bytes(arguments.memory_limit)
     frameworks = [name for name in _FRAMEWORKS if name in given]
     if arguments.micro_batches == 1:
         given -= {"micro_batches"}
@@ -138,7 +140,7 @@ def _sheet(arguments: argparse.Namespace, configuration: Configuration | None) -
 
 
 def _say(subject: str, text: str) -> None:
-    print(f"{subject:11} {text}", flush=True)
+    print(titled(subject, text), flush=True)
 
 
 def _none(error: InfeasibleError) -> str:
@@ -300,7 +302,7 @@ def autocast(arguments: argparse.Namespace) -> Any:
 def count(text: str) -> int:
     """An integer from 0; argparse's error for anything else."""
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of steps or ranks")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number")
     return int(text)
 
 
@@ -352,7 +354,7 @@ def load_model(reference: str) -> tuple[Any, Any]:
         ) from error
     if not isinstance(built, tuple) or len(built) != 2:
         raise ShardingError(
-            f"{reference} returned a {type(built).__name__}; it must return (model, example_inputs)\n"
+            f"{reference} returned {type_of(built)}; it must return (model, example_inputs)\n"
             "  try: return model, (x,)"
         )
     return built

@@ -34,7 +34,7 @@ from autoshard.planner.configuration import (
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
-from cost_model.memory import format_bytes, format_seconds, parse_bytes
+from cost_model.memory import format_bytes, format_count, format_seconds, parse_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.canonicalize.mark_rows import with_routing
@@ -132,7 +132,7 @@ class Workload:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         tokens = f" of {self.sequence:,} tokens" if self.sequence else ""
-        size = f"{self.model.parameters() / 1e9:.3g} billion parameters"
+        size = f"{format_count(self.model.parameters())} parameters"
         yield (
             "model",
             f"{self.model.name}, {size}; {self.batch:,} samples{tokens} a step, on {self.gpus} devices",

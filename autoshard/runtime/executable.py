@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.plan import Plan
@@ -168,7 +168,7 @@ class Executable:
         given = [pair for pair in joint.given if pair[1].kind != "tangent"]
         self._given = [spec for _, spec in given]
         self._leaves = [
-            _leaf(self._home, joint, spec, side, bool(node.users))
+            _leaf(self._home, joint, spec, side, node)
             for (node, spec), side in zip(given, ends.inputs, strict=True)
         ]
 
@@ -192,7 +192,7 @@ class Executable:
 Leaf = Callable[[Sequence[Tensor]], Tensor]
 
 
-def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide, is_read: bool) -> Leaf:
+def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide, node: fx.Node) -> Leaf:
     """A function that gets the tensor of one placeholder in a call."""
     device = local_device(home.mesh)
     if spec.kind == "seed":
@@ -208,10 +208,18 @@ def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide, is_r
     if spec.kind == "param":
         parameters = owner._parameters  # a module's `__getattr__` is Python, and takes four times as long
         return lambda tensors: parameters[name]  # type: ignore[return-value]
-    if is_read:
+    if node.users:
         return lambda tensors: arrived(getattr(owner, name), spec.name, device)
-    # What a call makes anew before it reads it (a weight of `weight_norm`): the last one's graph is gone.
-    return lambda tensors: arrived(getattr(owner, name), spec.name, device).detach()
+    made = node.meta["val"]
+
+    def unread(tensors: Sequence[Tensor]) -> Tensor:
+        """What a call makes anew before it reads it (a weight of `weight_norm`) has the graph of the last one. What no
+        call reads may be gone (the last value of a metric)."""
+        if isinstance(value := getattr(owner, name, None), Tensor):
+            return arrived(value, spec.name, device).detach()
+        return torch.empty(made.shape, dtype=made.dtype, device=device)
+
+    return unread
 
 
 def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:

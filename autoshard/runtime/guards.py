@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cost_model.errors import type_of
 from passes.capture.places import Root, Via, contents
 from passes.capture.surroundings import held_by, is_open
 from passes.ir.torch_compat import global_module_hooks
@@ -267,6 +268,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, nn.Module) or is_open(value):
-        return f"a {type(value).__name__}"
+        return type_of(value)
     text = repr(value)
     return text if len(text) < 60 else f"{text[:57]}..."

@@ -34,6 +34,7 @@ from passes.ir.torch_dtensor import (
     answer_new_ops,
     dtensor_from,
     handle_dtensor_op,
+    leave_plain_what_is_plain,
     local_of,
     read_dtensors_whole,
     set_dtensor_data_by,
@@ -72,6 +73,7 @@ def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()
     handle_dtensor_op(aten.copy_.default, _copy)
     handle_dtensor_op(aten.detach.default, _detached)
     answer_new_ops(on_whole)
+    leave_plain_what_is_plain()
     wrap_dtensor_handler(aten.as_strided.default, as_strided)
     for op in (aten.argmin.default, aten.argmax.default):
         wrap_dtensor_handler(op, least_or_greatest)

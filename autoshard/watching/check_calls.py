@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ class Replicas:
                 yield ("parameter", name, part, _tolerance(tensor)), tensor
         for name in self._buffers:
             owner, _, attribute = name.rpartition(".")
-            tensor = getattr(self._model.get_submodule(owner), attribute)
+            tensor = getattr(self._model.get_submodule(owner), attribute, None)
             if _is_compared(tensor):
                 yield ("buffer", name, "", _tolerance(tensor)), tensor
 
@@ -154,10 +154,12 @@ def _part(parameter: DTensor) -> str | None:
     return ", ".join(f"{here[a]} of {placements[a]}" for a in axes if not placements[a].is_replicate())
 
 
-def _is_compared(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+def _is_compared(tensor: object) -> TypeGuard[Tensor]:
+    """Not what has become None, as a metric's last value that no program reads."""
+    if not isinstance(tensor, Tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        return False
     wide = tensor.is_floating_point() and tensor.element_size() > 1
-    return plain and wide and tensor.numel() > 0
+    return wide and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _tolerance(tensor: Tensor) -> float:

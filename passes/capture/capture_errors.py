@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -131,6 +132,11 @@ def _explain(cause: Exception) -> tuple[str, str]:
     if name := _collective_called(cause):
         return _communicates(name)
     if isinstance(cause, Undecided) or is_value_missing(cause):
+        if re.search(r"\.numpy\(|\bnp\.", getattr(cause, "place", "")):
+            return (
+                "NumPy reads the values of a tensor, which are not known before the call",
+                "keep or return the tensor (`self.kept = x.detach()`), and .numpy() of it after the call",
+            )
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             "torch.where, masks, an argument that is a Python number, or do it outside of forward",

@@ -71,6 +71,28 @@ def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Calla
     dispatcher._propagate_op_sharding_dispatch_slow_path = answered
 
 
+def leave_plain_what_is_plain() -> None:
+    """From now on what an op of DTensors writes into a plain tensor stays that, if torch has seen the op with such
+    layouts before: by then the whole values are in it, and torch fails, or notes in it how a DTensor lies. 2.10."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    torchs = dispatcher._dispatch_fast_path_python_tail
+
+    def ended(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+        *_, in_place, out = rest
+        written = (
+            [kwargs[a.name] for a in op._schema.arguments if a.is_out] if out else [*args[:1]] * in_place
+        )
+        if not written or any(isinstance(value, (DTensor, list)) for value in written):
+            return torchs(op, args, kwargs, *rest)
+        return written[0] if len(written) == 1 else tuple(written)
+
+    if not hasattr(torchs, "torchs"):
+        ended.torchs = torchs  # type: ignore[attr-defined]
+        dispatcher._dispatch_fast_path_python_tail = ended
+
+
 def unscaling_op() -> Any:
     """By which GradScaler divides gradients by its scale and looks for an overflow; with a handler since 2.3."""
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

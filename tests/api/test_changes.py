@@ -177,6 +177,24 @@ def test_what_each_call_changes(ranks: RankPool, model: type[nn.Module]) -> None
     assert any(ranks.run(followed, model, world=2)[0])
 
 
+def unread(rank: int, backend: str) -> None:
+    """As a metric beside the layers keeps its last value."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(6, 6))
+    net.last = torch.ones(3)
+    model, x = parallel(copy.deepcopy(net), LINE, backend=backend), torch.randn(4, 6)
+    for last in (net.last, None, torch.ones(5)):
+        model.last = last
+        torch.testing.assert_close(whole(model(x)), net(x))
+    del model.last
+    torch.testing.assert_close(whole(model(x)), net(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_attribute_that_no_call_reads_may_go(ranks: RankPool, backend: str) -> None:
+    ranks.run(unread, backend, world=2)
+
+
 def twice(rank: int) -> list[str]:
     model = Pair(Net()).both[0]
     loss = model(torch.randn(4, 6))["loss"]

@@ -89,7 +89,7 @@ REFUSED = [
     (item, 1, DATA),
     (as_list, 1, DATA),
     (boolean_index, 1, SHAPE),
-    (numpy, 1, ""),
+    (numpy, 1, "NumPy reads the values of a tensor"),
     (wrong_shape, 1, "RuntimeError"),
     (changes_parameter, 2, "parameter linear.weight"),
     (max_norm, 1, "in place (max_norm)"),

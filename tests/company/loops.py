@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 Losses = dict[str, list[float]]
@@ -30,12 +30,19 @@ def _seed(number: int) -> None:
 def _rows(drop: float) -> TensorDataset:
     """Fourteen, which batches of four do not divide; twelve where layers drop."""
     generator, count = torch.Generator().manual_seed(1), 12 if drop else 14
-    x, y = torch.randn(count, 8, generator=generator), torch.randint(4, (count,), generator=generator)
+    x, y = torch.randn(count, 32, generator=generator), torch.randint(4, (count,), generator=generator)
     return TensorDataset(x, y)
 
 
 def _layers(drop: float) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(drop), nn.Linear(32, 4))
+    """The last has the first one's weight."""
+    layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(drop), nn.Linear(32, 32))
+    layers[3].weight = layers[0].weight
+    return layers
+
+
+def _in_another_order(layers: Any) -> list[Tensor]:
+    return [*layers[3].parameters(), layers[0].bias]
 
 
 class Classifier(lightning.LightningModule):
@@ -55,6 +62,9 @@ class Classifier(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def on_train_start(self) -> None:
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/first.ckpt")
+
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         loss = cross_entropy(self(batch[0]), batch[1])
         self.log("loss", loss, batch_size=len(batch[0]))
@@ -63,8 +73,7 @@ class Classifier(lightning.LightningModule):
         self.log("rows", self.rows)
 
     def configure_optimizers(self) -> Any:
-        # In another order than the model's.
-        optimizer = torch.optim.AdamW([*self.layers[3].parameters(), *self.layers[0].parameters()], lr=1e-2)
+        optimizer = torch.optim.AdamW(_in_another_order(self.layers), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -81,6 +90,7 @@ def lightning_stopped_and_resumed(
             max_epochs=2,
             gradient_clip_val=0.1,
             num_sanity_val_steps=0,
+            default_root_dir=path,
             callbacks=ModelCheckpoint(path, "{epoch}", save_top_k=-1),
             logger=False,
             enable_progress_bar=False,
@@ -108,11 +118,12 @@ def lightning_stopped_and_resumed(
 def accelerate_stopped_and_resumed(
     folder: Path, saved: Path, accelerator: Callable[[], Accelerator], drop: float = 0.0
 ) -> Losses:
-    """An epoch, which is saved in `folder`, and another; that again, from what is `saved`."""
+    """An epoch, which is saved in `folder`, and another; that again, from there and from what is `saved`. What is saved
+    before a step changes none."""
 
     def prepared() -> Any:
         model = _layers(drop)
-        optimizer = torch.optim.AdamW([*model[3].parameters(), *model[0].parameters()], lr=1e-2)
+        optimizer = torch.optim.AdamW(_in_another_order(model), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         loader = DataLoader(_rows(drop), batch_size=4, shuffle=True)
         one = accelerator()
@@ -133,18 +144,30 @@ def accelerate_stopped_and_resumed(
 
     _seed(0)
     run = prepared()
+    run[0].save_state(str(folder / "first"))
     first = epoch(*run)
     run[0].save_state(str(folder))
     second = epoch(*run)
-    rows = sum(len(run[0].gather_for_metrics(y)) for _, y in run[3])
+    run[0].load_state(str(folder))
+    again = epoch(*run)
+    streamed = run[0].prepare(DataLoader(Streamed(), batch_size=4))
+    rows = [
+        sum(len(run[0].gather_for_metrics(torch.ones(4))) for _ in loader) for loader in (run[3], streamed)
+    ]
     _seed(1)
     run = prepared()
     run[0].load_state(str(saved))
     return {
         "accelerate, trained": [*first, *second],
         "accelerate, resumed": epoch(*run),
-        "accelerate, evaluated": [rows, float(run[0].reduce(torch.ones(())))],
+        "accelerate, rolled back": again,
+        "accelerate, evaluated": [*rows, float(run[0].reduce(torch.ones(())))],
     }
+
+
+class Streamed(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.ones(6, 1)
 
 
 class WithLoss(nn.Module):

@@ -72,11 +72,13 @@ def trainer_stopped_and_resumed(folder: Path, options: dict[str, Any]) -> Losses
     rows = trainer.train_dataset[:5]
     resumed = with_trainer.make_trainer(STEPS, str(folder), {**options, "batch": "per_rank"}, save_steps=2)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    predicted = trainer.predict(rows)  # batches of 2, 2 and 1 rows, or on two ranks of 4 and 1
+    # In batches of 2, 2 and 1 rows, or on two ranks of 4 and 1.
+    predicted, again = trainer.predict(rows), trainer.evaluate(rows)
     return {
         "trainer": with_trainer.losses(trainer),
         "trainer, resumed": with_trainer.losses(resumed),
         "trainer, evaluated": [predicted.metrics["test_loss"], *predicted.predictions[:, 0, 0].tolist()],
+        "trainer, evaluated again": [again["eval_loss"]],
     }
 
 

@@ -93,7 +93,7 @@ def fit(module: lightning.LightningModule, **given: Any) -> None:
         devices=1,
         strategy=AutoshardStrategy(**{"options": OPTIONS, **given}),
         max_steps=1,
-        gradient_clip_val=1.0,
+        gradient_clip_val=1.0 if module.automatic_optimization else None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -136,6 +136,34 @@ def test_what_is_made_parallel(
     fit(module, modules=modules)
     named = [name for name, one in module.named_modules() if hasattr(one, "autoshard_plan")]
     assert named == parallel
+
+
+class Toggled(Pair):
+    """Its first call of the head is beside `toggle_optimizer` of the layer, as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, x: Tensor, index: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.head(self.layer(x)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layer, self.head)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_toggled_in_the_first_step(one_process: None) -> None:
+    module = Toggled()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    fit(module)
+    for old, new in zip(before, module.parameters(), strict=True):
+        assert new.requires_grad and not torch.equal(old, new.full_tensor())  # type: ignore[attr-defined]
 
 
 class Earlier(pytorch_lightning.LightningModule):

@@ -246,7 +246,7 @@ def test_measured_collectives(measured: Profile, changes: dict[str, Any], messag
 
 def test_a_number_that_no_float_holds(measured: Profile) -> None:
     with pytest.raises(
-        ProfileError, match=r"field collective_launch_seconds is a int: Number out of range\n  try: "
+        ProfileError, match=r"field collective_launch_seconds is an int: Number out of range\n  try: "
     ):
         replace(measured, collective_launch_seconds=10**400)
 

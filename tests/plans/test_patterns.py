@@ -30,7 +30,7 @@ def counts(plan: Plan, phase: str) -> Counter[str]:
 
 def named(plan: Plan) -> dict[str, str]:
     """Mesh axis -> what `print(plan)` says of it."""
-    lines = [line.split(maxsplit=1) for line in str(plan).splitlines()]
+    lines = [line.split(maxsplit=1) for line in str(plan).replace("\n" + " " * 12, " ").splitlines()]
     return {subject: words for subject, words in lines if subject in plan.mesh.names}
 
 

@@ -16,13 +16,14 @@ from autoshard.plan.plan_content import Nearly
 from autoshard.plan.plan_summary import axis_words, without_shares
 from autoshard.plan.task import CallLayouts, Task, search_plans
 from autoshard.planning import canonical_capture
+from cost_model.errors import titled
 from cost_model.memory import format_bytes
 from tests.profiles import slow_compute
 
 
 def axes(plan: object) -> dict[str, str]:
     """Subject -> words, of each line."""
-    return dict(line.split(maxsplit=1) for line in str(plan).splitlines())
+    return dict(line.split(maxsplit=1) for line in str(plan).replace("\n" + " " * 12, " ").splitlines())
 
 
 def test_one_screen() -> None:
@@ -30,9 +31,15 @@ def test_one_screen() -> None:
     plan = find_plan(model, MeshSpec({"dp": 4}), (x,), profile=slow_compute(), memory_limit="100MB")
     said = axes(plan)
     assert list(said) == ["plan", "prices", "step", "memory", "proof", "dp", "nearly", "more"]
-    assert all(len(line) <= 140 for line in str(plan).splitlines())
+    assert all(len(line) <= 120 for line in str(plan).splitlines())
     assert said["plan"] == "33.1 thousand parameters on mesh (dp=4) of cpu"  # 64 x 256 x 2 + 256 + 64
     assert "of 100MB" in said["memory"]
+
+
+def test_a_long_line_is_folded() -> None:
+    lines = titled("nearly", " ".join(["gathered"] * 40)).splitlines()
+    assert len(lines) == 4 and all(len(line) <= 120 for line in lines)
+    assert [line[:12] for line in lines] == ["nearly      ", *[" " * 12] * 3]
 
 
 def test_memory_is_all_that_counts_against_the_limit() -> None:

@@ -46,7 +46,8 @@ runs        accelerate: shard=16; not compiled
 step        2.12 s, 463,004 tokens a second (20,000 of each device), MFU 49.4%, 62.36GB of 80GB
 autoshard   2.09 s, 470,101 tokens a second (30,000 of each device), MFU 50.1%, 76.88GB of 80GB
 distance    +1.5% of a step against autoshard's, +4.3% against the bound 2.03 s
-better      {0}: 2.12 s, 463,004 tokens a second (25,000 of each device), MFU 49.4%, 62.36GB of 80GB
+better      {0}: 2.12 s, 463,004 tokens a second (25,000 of each device), MFU 49.4%,
+            62.36GB of 80GB
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -139,7 +139,9 @@ def leaf(monkeypatch: pytest.MonkeyPatch, kind: Any, session: Any) -> Callable[[
     monkeypatch.setattr(executable_module, "local_device", lambda mesh: MINE)
     joint: Any = SimpleNamespace(constants={"x": torch.tensor(2.5)})
     side = InputSide((2,), Layout.replicated(1))
-    return executable_module._leaf(session, joint, GraphInput(kind, "x", 0), side, True)
+    return executable_module._leaf(
+        session, joint, GraphInput(kind, "x", 0), side, fx.Graph().placeholder("x")
+    )
 
 
 @pytest.mark.parametrize("kind", ["seed", "constant", "input"])

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 from autoshard.runtime.parameters import complete_dtensor_ops
+from passes.ir.torch_dtensor import sharding_of
 from tests.ranks import RankPool
 
 WHOLE = torch.arange(15.0).view(5, 3)
@@ -145,3 +146,20 @@ def test_what_is_written_into_a_pending_sum_is_of_the_whole(ranks: RankPool) -> 
     for found in ranks.run(_written_of_shards, world=2):
         for ours, theirs in zip(found, _written(WHOLE.clone()), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def _into_plain(rank: int) -> list[Tensor]:
+    """As a state that an optimizer makes plain; torch has seen the op with a DTensor there."""
+    mesh, _ = _made()
+    row: Any = distribute_tensor(torch.arange(3.0), mesh, [Replicate()])
+    sums, outs = [row.clone(), torch.zeros(3)], [row.clone(), torch.zeros(3)]
+    for total, out in zip(sums, outs, strict=True):
+        total.add_(row).add_(row, alpha=2)
+        torch.mul(row, row, out=out)
+    assert not isinstance(sums[1], DTensor) and sharding_of(outs[1]) is None
+    return [sums[1], outs[1]]
+
+
+def test_what_is_written_into_a_plain_tensor_is_whole(ranks: RankPool) -> None:
+    for total, product in ranks.run(_into_plain, world=2):
+        assert (total.tolist(), product.tolist()) == ([0.0, 3.0, 6.0], [0.0, 1.0, 4.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,13 +23,14 @@ class Net(nn.Module):
             whole = torch.arange(1000.0).view(20, 50)
             self.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, placements)))
         self.register_buffer("few", torch.ones(3, dtype=torch.bfloat16))
+        self.last: Any = None
         self.register_buffer("count", torch.tensor(0))
 
 
 def sums(rank: int, change: str, by: float) -> list[list[Sum]]:
     """Of some comparisons. change: the parameter whose last value rank 3 changes."""
     net = Net()
-    replicas = Replicas(net, ["few", "count"])
+    replicas = Replicas(net, ["few", "count", "last"])
     found: list[list[Sum]] = []
     for number in range(60):
         with torch.no_grad():
