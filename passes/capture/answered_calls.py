@@ -42,6 +42,13 @@ def tensor(
     return _stacked(data, iter([part.to(kind) for part in parts]))
 
 
+def new_tensor(x: Tensor, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """The same arguments and result as `Tensor.new_tensor`."""
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(data)):
+        return tensor(data, dtype=dtype or x.dtype, **options)
+    return Tensor.new_tensor(x, data, dtype=dtype, **options)
+
+
 def _stacked(data: Any, parts: Any) -> Tensor:
     if isinstance(data, (list, tuple)):
         return torch.stack([_stacked(part, parts) for part in data])
@@ -267,12 +274,29 @@ def _as_rows(function: Callable[..., Any], choice: Choice, made: Tensor, back: i
     return choice.rows(made.movedim(at, 0), at=at)
 
 
+def _copied_to(name: str) -> Callable[..., Any]:
+    """The method of that name, whose values torch makes contiguous: not as those of a view are that it writes to,
+    `x.reshape(b, n, h, d).transpose(1, 2)`, so that it finds no way back."""
+    write, made = getattr(Tensor, name), getattr(Tensor, name.removesuffix("_"))
+
+    @wraps(write)
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if rows_in((x, args, kwargs)) or x.is_contiguous():
+            return write(x, *args, **kwargs)
+        return x.copy_(made(x.clone(), *args, **kwargs))
+
+    return call
+
+
+_MADE_CONTIGUOUS = """masked_fill_ masked_scatter_ scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ cumsum_
+cumprod_ tril_ triu_ renorm_"""
 _NEW_NAMES = "zeros ones empty full eye arange new_zeros new_ones new_empty new_full expand"
 _MAKERS = [getattr(torch, name, None) or getattr(Tensor, name) for name in _NEW_NAMES.split()]
 _OF_BOTH = (repeat_interleave, unique, unique_consecutive, histc, bincount)
 """Of `torch` and of `Tensor`, by their names."""
 _ANSWERED: dict[Any, Callable[..., Any]] = {
     torch.tensor: tensor,
+    Tensor.new_tensor: new_tensor,
     Tensor.numpy: array,
     Tensor.__array__: array,
     torch.linalg.lstsq: lstsq,
@@ -288,6 +312,7 @@ _ANSWERED: dict[Any, Callable[..., Any]] = {
     **PACKED,
     **ROWS,
     **{maker: _by_number(maker) for maker in _MAKERS},
+    **{getattr(Tensor, name): _copied_to(name) for name in _MADE_CONTIGUOUS.split()},
 }
 """Torch function -> what is called in its place, whatever a forward is traced for."""
 

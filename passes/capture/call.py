@@ -17,7 +17,17 @@ from passes.capture.places import Place
 from passes.capture.provenance import check_dense, is_dense
 from passes.capture.questions import Check
 from passes.capture.stand_ins import Number, widest
-from passes.capture.trees import Instance, Nest, TensorLeaf, Tree, assembled, flatten, items_of, unflatten
+from passes.capture.trees import (
+    Instance,
+    Nest,
+    TensorLeaf,
+    Tree,
+    assembled,
+    flatten,
+    has_tensor,
+    items_of,
+    unflatten,
+)
 from passes.ir.torch_dtensor import local_of, take_place_of
 
 
@@ -228,10 +238,13 @@ class CallSpec:
     def checks(self) -> tuple[tuple[int | None, Check], ...]:
         """What the forward asks of values, and the outputs that say whether they are as the program supposes. None: of
         a number that is only kept nothing is supposed."""
-        pairs = zip(_children(_children(self.outputs)[1]), self.places, strict=True)
         return tuple(
-            (getattr(tree, "index", None), place) for tree, place in pairs if isinstance(place, Check)
+            (getattr(tree, "index", None), place) for tree, place in self._left if isinstance(place, Check)
         )
+
+    @property
+    def _left(self) -> Iterator[tuple[Tree, Place]]:
+        return zip(_children(_children(self.outputs)[1]), self.places, strict=True)
 
     @property
     def returned_tree(self) -> Tree:
@@ -282,8 +295,10 @@ class CallSpec:
         self, returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Tensor]:
         """The flat tensors of what the unmodified model just returned for this call, and of what it left."""
-        left = tuple(place.get((args, kwargs)) for place in self.places)
-        tensors, _ = flatten(with_tensors(self.outputs, (returned, left)))
+        left = [(tree, place) for tree, place in self._left if has_tensor(tree)]
+        outputs = Nest(tuple, (), (self.returned_tree, *(tree for tree, _ in left)))
+        found = (returned, *(place.get((args, kwargs)) for _, place in left))
+        tensors, _ = flatten(with_tensors(outputs, found))
         inputs, _ = flatten_call(args, kwargs)
         changed = [inputs[index] for index in self.overwritten]
         own = [one for one in tensors if not any(one is other for other in changed)]

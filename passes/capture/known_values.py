@@ -29,6 +29,11 @@ _ALIKE: dict[Any, Any] = {
 """Ops by which torch's own code asks what a script asks by others."""
 _COPIES = (aten._to_copy.default, aten.clone.default)
 _TESTS = (aten.isinf.default, aten.isnan.default)
+_FACTORED = (
+    aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default, aten.linalg_lu_factor_ex.default,
+    aten.linalg_ldl_factor_ex.default, aten._linalg_solve_ex.default,
+)  # fmt: skip
+"""Their last result is not 0 where a matrix is singular, or not positive definite."""
 _SAME: dict[Any, bool] = {aten.eq.Tensor: True, aten.ne.Tensor: False}
 _OTHER: dict[Any, bool] = {aten.eq.Scalar: False, aten.ne.Scalar: True}
 
@@ -142,7 +147,7 @@ def _known(result: fx.Node, real: dict[fx.Node, Tensor | None]) -> Known:
 
 
 def _if_finite(result: fx.Node, ordered: Sequence[fx.Node]) -> Tensor | None:
-    """A truth about tests of numbers for being finite; None if it is about anything else."""
+    """A truth about tests of numbers for being finite, or of matrices; None if it is about anything else."""
     tests: dict[fx.Node, Any] = {}
     seen, waiting = set[fx.Node](), [result]
     while waiting:
@@ -150,7 +155,7 @@ def _if_finite(result: fx.Node, ordered: Sequence[fx.Node]) -> Tensor | None:
         seen.add(node)
         passed = _passes_test(node)
         if passed is not None:
-            tests[node] = torch.tensor(passed).expand(node_value(node).shape)
+            tests[node] = torch.full(node_value(node).shape, passed, dtype=node_value(node).dtype)
         elif node.op != "call_function" or node_value(node).dtype != torch.bool:
             return None
         else:
@@ -187,9 +192,17 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
+def _tells_of_matrices(node: fx.Node) -> bool:
+    factors = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(factors, fx.Node) or factors.target not in _FACTORED:
+        return False
+    return node.args[1] == len(factors.meta["val"]) - 1
+
+
 def _passes_test(node: fx.Node) -> bool | None:
-    """What a test of each number for being finite says of finite ones: `isinf`, `x != x`, `abs(x) == inf`."""
-    if node.target in _TESTS:
+    """What a test of each number for being finite says of finite ones: `isinf`, `x != x`, `abs(x) == inf`; and of sound
+    matrices their factors."""
+    if node.target in _TESTS or _tells_of_matrices(node):
         return False
     if node.target in _SAME and node.args[0] is node.args[1]:
         return _SAME[node.target]

@@ -91,7 +91,7 @@ def refill(value: Any, old: Any) -> None:
     if isinstance(value, CACHE):
         if new != old:
             value.cache_clear()
-    elif _identical(new, old) and (isinstance(old, list) or _identical(new.values(), old.values())):
+    elif unchanged(new, old):
         return
     elif isinstance(value, (Members, Names)):
         for name in {**new, **old}:
@@ -112,6 +112,13 @@ def refill(value: Any, old: Any) -> None:
 def kind_of(value: Any) -> Any:
     """The class whose methods read and write `value` as it is."""
     return next((kind for kind in CONTAINERS if isinstance(value, kind)), type(value))
+
+
+def unchanged(new: Any, old: Any) -> bool:
+    """Whether two times of `contents` are the same objects."""
+    if isinstance(old, dict):
+        return _identical(new, old) and _identical(new.values(), old.values())
+    return new == old if isinstance(old, int) else _identical(new, old)
 
 
 def _identical(new: Iterable[Any], old: Iterable[Any]) -> bool:

@@ -116,21 +116,22 @@ def _spread(answer: Answer, x: Tensor, mask: Tensor, lead: int, value: Any) -> T
         raise RowsUnknown(f"{value.dtype} is written to {x.dtype}", f"value.to({x.dtype}), as torch wants it")
     rest = x.ndim - lead - mask.ndim
     if isinstance(value, Rows):
-        if lead or in_order(value.choice.key) != in_order(mask_key(mask)) or value.padded.ndim != rest + 1:
-            raise RowsUnknown(
-                "rows of one mask are written to those of another", "x.index_add_ or torch.where"
-            )
-        return value.padded.reshape(*mask.shape, *value.padded.shape[1:])
-    if value.ndim <= rest:
+        if lead or value.padded.ndim != rest + 1:
+            raise unknown("a write at a mask", value.choice)
+        if in_order(value.choice.key) == in_order(mask_key(mask)):
+            return value.padded.reshape(*mask.shape, *value.padded.shape[1:])
+        row, count, value = 0, value.choice.valid.sum(), in_front(value)
+    elif value.ndim <= rest:
         return value
-    row = value.ndim - rest - 1
-    count = value.shape[row]
-    if count != 1:
-        if mask.sum() != count:
-            raise IndexError(f"shape mismatch: {count} values are written where a mask chooses others")
-        value = value.index_select(row, (mask.reshape(-1).cumsum(0) - 1).clamp(0, max(count - 1, 0)))
-        return value.reshape(*value.shape[:row], *mask.shape, *value.shape[row + 1 :])
-    return value.reshape(*value.shape[:row], *[1] * mask.ndim, *value.shape[row + 1 :])
+    else:
+        row = value.ndim - rest - 1
+        count = value.shape[row]
+        if count == 1:
+            return value.reshape(*value.shape[:row], *[1] * mask.ndim, *value.shape[row + 1 :])
+    if mask.sum() != count:
+        raise IndexError("shape mismatch: other values are written than a mask has places for")
+    value = value.index_select(row, (mask.reshape(-1).cumsum(0) - 1).clamp(0, max(value.shape[row] - 1, 0)))
+    return value.reshape(*value.shape[:row], *mask.shape, *value.shape[row + 1 :])
 
 
 def masked_select(answer: Answer, input: Tensor, mask: Tensor) -> Rows:

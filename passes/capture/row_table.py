@@ -78,7 +78,7 @@ _WITH_WEIGHTS = {
 } | _BATCHED
 """Functions of rows and weights: the dims that rows have at least; those of a batch, whose rows are the first."""
 _FACT_NAMES = """dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda is_nested
-is_quantized"""
+is_quantized new_zeros new_ones new_full new_empty new_tensor"""
 _FACTS = frozenset(_FACT_NAMES.split())
 
 
@@ -123,7 +123,11 @@ def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is not rows is broadcast along them."""
+    """What is not rows is broadcast along them; of a tensor that says a dtype, that counts alone."""
+    if name_of(func) in ("to", "type_as"):
+        func, args = Tensor.to, (args[0], *(x.dtype if isinstance(x, Tensor) else x for x in args[1:]))
+        if not rows_in(args):
+            return func(*args, **kwargs)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     rows = rows_in(tensors)
     back = rows[0].back

@@ -21,6 +21,7 @@ from passes.capture.places import (
     Via,
     contents,
     refill,
+    unchanged,
 )
 from passes.capture.provenance import refused
 from passes.capture.stand_ins import Counted, Spot, Stored
@@ -141,6 +142,8 @@ def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[s
 
 def _container_changes(container: Container, old: Any) -> Changes:
     value, where, new = container.value, container.where, contents(container.value)
+    if unchanged(new, old):  # nor looked for: what held it may be gone
+        return []
     if container.of_object:
         holder = where.get()
         mine = {k: v for k, v in new.items() if not (isinstance(holder, nn.Module) and is_own(holder, k))}

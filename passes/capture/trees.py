@@ -143,7 +143,7 @@ class _Flattener:
         self.held.append(value)  # so that its id stays its own
         children = self._each(vars(value).values())
         tree = Instance(type(value), number, tuple(vars(value)), children)
-        if self.arguments or _has_tensor(tree):
+        if self.arguments or has_tensor(tree):
             return tree
         del self.instances[id(value)]
         return Static(value)
@@ -256,9 +256,9 @@ def in_objects(tree: Tree, inside: bool = False) -> set[int]:
     return {index for child in getattr(tree, "children", ()) for index in in_objects(child, inside)}
 
 
-def _has_tensor(tree: Tree) -> bool:
+def has_tensor(tree: Tree) -> bool:
     leaf = isinstance(tree, (TensorLeaf, Number, Again))
-    return leaf or any(_has_tensor(child) for child in getattr(tree, "children", ()))
+    return leaf or any(has_tensor(child) for child in getattr(tree, "children", ()))
 
 
 def _is_named_tuple(kind: type) -> bool:

@@ -116,6 +116,41 @@ def test_hooks_that_keep_what_they_see() -> None:
     assert kept["last"].tolist() == [1.0]
 
 
+def test_an_object_that_is_exchanged_takes_its_containers_along() -> None:
+    class Renews(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = Cache()
+            self.cache.inner = Cache()  # type: ignore[attr-defined]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache = Cache()
+            return x + 1
+
+    model = Renews()
+    captured = capture(model, (torch.randn(2, 3),), {})
+    assert set(names(captured)) == {"Assigned"} and str(captured.call.places[0].at) == "cache"  # type: ignore[attr-defined]
+    assert model.cache.inner.length == 0  # type: ignore[attr-defined]
+
+
+_BACKENDS: dict[type, str] = {}
+
+
+def test_a_dict_by_kind_of_tensor_has_no_other_kinds_in_eager() -> None:
+    """As einops keeps its backends: tracing's tensors are of kinds that a call has none of."""
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            _BACKENDS.setdefault(type(x), "torch")
+            return x + 1
+
+    x = torch.randn(2, 3)
+    captured = capture(Looks(), (x,), {})
+    assert names(captured) == ["Assigned"]
+    (result,) = captured.call.flatten_outputs(Looks()(x), (x,), {})
+    assert torch.equal(result, x + 1)
+
+
 def test_a_list_that_is_emptied_is_refused() -> None:
     class Empties(nn.Module):
         def __init__(self) -> None:

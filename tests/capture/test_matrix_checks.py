@@ -31,7 +31,16 @@ class Matrices(nn.Module):
         return self.of(h @ h.mT + self.linear.bias.exp().diag(), h)
 
 
+def jittered(a: Tensor, h: Tensor) -> Tensor:
+    """As GPyTorch does."""
+    factor, info = L.cholesky_ex(a)
+    if not torch.any(info):
+        return factor
+    return L.cholesky_ex(a + (info > 0)[:, None, None] * torch.eye(3))[0]
+
+
 OF: dict[str, Of] = {
+    "jittered": jittered,
     "inv": lambda a, h: L.inv(a),
     "solve": L.solve,
     "cholesky": lambda a, h: L.cholesky(a),

@@ -174,7 +174,8 @@ def lengths(m: Model, h: Tensor, y: Tensor) -> Any:
             continue
         rows = flat[keep]
         out[keep] = rows * (len(rows) / len(flat))
-    return out, some.sum() / max(len(some), 1), h * len(h[h > 0])
+    counts = h.new_tensor([len(h[h > 0]), 2])
+    return out, some.sum() / max(len(some), 1), h * len(h[h > 0]), counts
 
 
 def written_at_rows(m: Model, h: Tensor, y: Tensor) -> Any:
@@ -208,6 +209,16 @@ def written_at_other_places(m: Model, h: Tensor, y: Tensor) -> Any:
     return last * h.sum(), moved, first * h.sum()
 
 
+def codes_replaced(m: Model, h: Tensor, y: Tensor) -> Any:
+    """As codes of a VQ-VAE that few use become rows of the batch: as many as a mask counts, where it chooses."""
+    flat, codes = h.reshape(-1, 8), m.token * torch.arange(5.0)[:, None]
+    dead = F.one_hot(m.head(flat).argmax(-1), 5).sum(0) < 3
+    sampled = flat[: dead.sum().item()].to(codes.double())
+    codes = codes.double()
+    codes[dead] = sampled
+    return codes * sampled.new_full((5, 1), 2.0)
+
+
 def parts_of_computed_lengths(m: Model, h: Tensor, y: Tensor) -> Any:
     """Rows sorted by an expert that is computed, in parts as long as there are of each."""
     tokens = h.reshape(-1, 8)
@@ -238,7 +249,7 @@ def parts_of_computed_lengths(m: Model, h: Tensor, y: Tensor) -> Any:
 EXACT = [
     token, class_loss, selected, counted, nothing_chosen, infinite_elsewhere, in_place, experts, experts_hit,
     their_number, written, values_in_places, mask_changed, sizes, lengths, written_at_rows,
-    written_at_other_places, parts_of_computed_lengths,
+    written_at_other_places, codes_replaced, parts_of_computed_lengths,
 ]  # fmt: skip
 
 

@@ -113,3 +113,17 @@ def _through_views(y: Tensor) -> None:
 def test_writes_through_a_transposed_view() -> None:
     """What reads the tensor by its other views sees them."""
     check(Writes(_through_views), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda z: z.masked_fill_(torch.tensor([True, False, True])[:, None], 0.0),
+        lambda z: z.scatter_(1, torch.zeros(1, 2, 3, 2, dtype=torch.int64), 2.0),
+        lambda z: z.index_add_(1, torch.tensor([1, 1]), torch.ones(1, 2, 3, 2)),
+        lambda z: z.cumprod_(2),
+    ],
+)
+def test_writes_to_heads(write: Callable[[Tensor], Any]) -> None:
+    """Split from a dim and moved to the front, so that the way back is no view of what torch makes contiguous."""
+    check(Writes(lambda y: write(y.view(1, 3, 2, 2).transpose(1, 2))), torch.randn(1, 3, 4))
