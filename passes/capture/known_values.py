@@ -196,7 +196,7 @@ def _tells_of_matrices(node: fx.Node) -> bool:
     factors = node.args[0] if node.target is operator.getitem else None
     if not isinstance(factors, fx.Node) or factors.target not in _FACTORED:
         return False
-    return node.args[1] == len(factors.meta["val"]) - 1
+    return bool(node.args[1] == len(factors.meta["val"]) - 1)
 
 
 def _passes_test(node: fx.Node) -> bool | None:

@@ -189,8 +189,7 @@ def solve_overlapped(
     hides = kinds.hides()
     if not hides and (small or problem.limit is None):
         return solve(problem, time_limit=time_limit, warm=warm, relative_gap=relative_gap, enough=enough)
-    search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
-    search.enough = enough
+    search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap, enough)
     if warm is not None:
         search.offer(warm)
     for choice in known:
@@ -206,26 +205,27 @@ class CuttingPlanes:
     worth: seconds for using the limit once more at a row, by the best bound. known: choices of other searches."""
 
     def __init__(
-        self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool, relative_gap: float
+        self,
+        problem: Problem,
+        kinds: CostKinds,
+        deadline: float,
+        rows_inside: bool,
+        relative_gap: float,
+        enough: float = 0.0,
     ) -> None:
-        self.problem = problem
-        self.kinds = kinds
-        self.deadline = deadline
-        self.rows_inside, self.enough = rows_inside, 0.0
+        self.problem, self.kinds, self.deadline = problem, kinds, deadline
+        self.rows_inside, self.enough = rows_inside, enough
         self.mixes = rows_inside or problem.limit is None
         entries = sum({id(matrix): matrix.size for matrix in problem.edge_costs}.values())
         self.relative_gap = max(relative_gap, LARGE_GAP) if entries > LARGE else relative_gap
         self.choice: tuple[int, ...] = ()
-        self.cost = np.inf
-        self.bound = -np.inf
+        self.cost, self.bound = np.inf, -np.inf
         self.bound_at = Point.first(kinds.paths)
         self.found: list[tuple[int, ...]] = []
-        self.known = 0
         self.planes: list[_Plane] = []
         self.rows: list[Rows] = []
-        self.cap = 0.0
-        self.highest = np.inf
-        self.has_room = False
+        self.cap, self.highest = 0.0, np.inf
+        self.has_room, self.known = False, 0
         self.worth: dict[int, float] = {}
 
     def run(self, hear: Callable[[Solution], bool] = lambda _: False) -> None:
@@ -351,9 +351,9 @@ class CuttingPlanes:
 
     def refuse_if_none_fits(self) -> None:
         """Raises Infeasible, of memory. Asked once."""
-        reason = (
-            None if self.has_room else no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
-        )
+        if self.has_room:
+            return
+        reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
         if reason is not None:
             raise reason
         self.has_room = True

@@ -137,8 +137,26 @@ WORTH, PATIENCE = 0.25, 2
 rough answer all of it, and none."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
+LEFT = 10.0
+"""What may be left open of such a problem once small parts of it were searched, as a share of the least cost without a
+limit: all. An integer program of all of it takes minutes."""
 LARGE, MANY = 1_000_000, 0.5
 """Edge entries beyond which layers are taken alike first, and share of all nodes that may be of kinds of their own."""
+
+
+@dataclass
+class _Patience:
+    """most: how many rounds in a row may close little. before: seconds that were open."""
+
+    most: int
+    before: float = math.inf
+    waited: int = 0
+
+    def ends(self, left: float, worth: float) -> bool:
+        """left: seconds that are open after a round; worth: that one must close."""
+        self.waited = 0 if self.before - left > worth else self.waited + 1
+        self.before = left
+        return self.waited >= self.most
 
 
 @dataclass
@@ -162,14 +180,15 @@ class Columns:
 
     def find(self, room: float, time_limit: float, gap: float, known: float = math.inf) -> Solution:
         """The best choice that fits, until it is within `gap` of the bound, the bound is `known`, as what is faster is
-        looked for, or what is brought makes little better. A small problem is solved to the end. Raises Infeasible."""
+        looked for, or what is brought makes little better. Raises Infeasible."""
         room = max(room, 1.0)  # what is over it is counted in shares
         problem, deadline = replace(self.problem, limit=room), time.monotonic() + time_limit
         if self._entries <= SMALL:
-            search = CuttingPlanes(problem, self.kinds, deadline, True, 0.0)
+            search = CuttingPlanes(problem, self.kinds, deadline, True, gap / 2, LEFT)
             for choice in self.seen:
                 search.offer(choice)
-            search.run()
+            patience = _Patience(PATIENCE)
+            search.run(lambda best: patience.ends(best.cost - best.lower_bound, WORTH * gap * best.cost))
             self.prices = search.worth
         else:
             search = _Generation(problem, self.kinds, self._ties, self.whole, deadline, gap)
@@ -220,17 +239,15 @@ class _Generation(CuttingPlanes):
         if not self.choice:
             self._offer_mix(list(dict.fromkeys(self.found)), self._mix_seconds())
         self._until_one_fits()
-        waited = 0
+        patience = _Patience(1 if self.rough else PATIENCE, self._open())
         for _ in range(ROUNDS):
-            before = self._open()
             # Share of the whole gap that a mix may leave: while strategies are brought, where prices
             # matter, and of the last.
             self._mixed(0.5)
             if self._ends(known) or not self._brings() or self._ends(known):
                 break
             worth = (1.0 if self.rough else WORTH) * self.relative_gap * self.cost
-            waited = 0 if before - self._open() > worth else waited + 1
-            if waited >= (1 if self.rough else PATIENCE):
+            if patience.ends(self._open(), worth):
                 break
         if self.ties is not None and not self.rough and not self._ends(known):
             self.ties, self.bound, self.whole = None, -math.inf, True

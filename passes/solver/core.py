@@ -103,6 +103,17 @@ def cost_scale(graph: Graph, deadline: float = float("inf")) -> tuple[float, Mes
     return scale, passing.unpacked(messages)
 
 
+def weighted(graph: Graph, relaxed: Relaxed, deadline: float) -> Graph:
+    """The part of `graph` that has only strategies which the relaxation gives weight [Berthold 2007, RENS], reduced.
+    Raises DeadEnd."""
+    part = graph.copy()
+    for node, shares in relaxed.by_node(part).items():
+        # Weight in the relaxation of a strategy that may be part of its nearest choices.
+        part.restrict(node, np.flatnonzero(shares > 1e-6))
+    presolve(part, deadline)
+    return part
+
+
 class _Connected:
     """One connected, presolved graph, with the best choice so far and the bound of what was pruned."""
 
@@ -209,18 +220,13 @@ class _Connected:
         return self._prune(relaxed.messages, bound_of(self.graph, relaxed.messages))
 
     def _offer_weighted(self, relaxed: Relaxed) -> None:
-        """The best of the strategies that the relaxation gives weight [Berthold 2007, RENS]."""
+        """The best of the strategies that the relaxation gives weight."""
         self._weighted = True
-        rest = self.graph.copy()
         try:
-            for node, shares in relaxed.by_node(rest).items():
-                # Weight in the relaxation of a strategy that may be part of its nearest choices;
-                # share of the entries at most, that these strategies have, for the best of them to
-                # be looked for.
-                rest.restrict(node, np.flatnonzero(shares > 1e-6))
-            presolve(rest, self.budget.deadline)
+            rest = weighted(self.graph, relaxed, self.budget.deadline)
         except DeadEnd:
             return
+        # Share of the entries at most, that these strategies have, for the best of them to be looked for.
         if rest.entries() <= 0.2 * self.graph.entries():
             known = self.cost - self.graph.constant
             found = Branches(rest, known, self.budget.tolerance, self.budget.deadline, BRANCHES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.solver import memory_rows as memory
+from passes.solver import memory_rows, row_programs
 from passes.solver.branches import Search
 from passes.solver.graph import Graph
 from passes.solver.memory_rows import improve_prices
@@ -125,7 +125,7 @@ def test_a_warm_start_is_the_least_that_comes_back() -> None:
 def test_the_way_of_large_graphs_is_exact_where_programs_end_it(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "SMALL", -1)
+    monkeypatch.setattr(memory_rows, "SMALL", -1)
     problem = random_problem(seed)
     truth = brute_force(problem)
     if np.isfinite(truth.cost):
@@ -138,8 +138,8 @@ def test_the_way_of_large_graphs_is_exact_where_programs_end_it(
 def test_the_way_of_large_graphs_without_programs_bounds_and_fits(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "SMALL", -1)
-    monkeypatch.setattr(memory, "PROGRAM_LIMIT", -1)
+    monkeypatch.setattr(memory_rows, "SMALL", -1)
+    monkeypatch.setattr(memory_rows, "PROGRAM_LIMIT", -1)
     free = chain(7, 3, seed=seed, skip=3)
     problem = chain(7, 3, seed=seed, skip=3, limit=0.7 * free.peak(solve(free).choice)[0])
     truth = brute_force(problem)
@@ -151,7 +151,7 @@ def test_the_way_of_large_graphs_without_programs_bounds_and_fits(
 
 def test_pruning_may_leave_a_graph_without_a_row_that_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is no relaxation to be had of the rows; seed 541 is one where that happens."""
-    monkeypatch.setattr(memory, "WORTHWHILE", 2.0)  # one pruning, then integers
+    monkeypatch.setattr(row_programs, "WORTHWHILE", 2.0)  # one pruning, then integers
     rng = np.random.default_rng(541)
     count = int(rng.integers(4, 7))
     edges = tuple((i, j) for i in range(count) for j in range(i))
@@ -162,3 +162,19 @@ def test_pruning_may_leave_a_graph_without_a_row_that_binds(monkeypatch: pytest.
     limit = float(sum(usage.max() for usage in usages) - 1)
     problem = Problem(costs, edges, matrices, ((0, 1),) * count, tuple(usages), limit)
     assert solve(problem).cost == brute_force(problem).cost
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_to_relaxations_is_proven(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no integer program searched is in the gap that is told."""
+    monkeypatch.setattr(row_programs, "SMALL_PART", 0)
+    rng = np.random.default_rng(seed)
+    costs = tuple(rng.integers(0, 20, 3).astype(np.float64) for _ in range(6))
+    edges = tuple((i, i + 1) for i in range(5))
+    matrices = tuple(rng.integers(0, 5, (3, 3)).astype(np.float64) for _ in edges)
+    usages = tuple(np.sort(rng.integers(1, 30, 3))[np.argsort(np.argsort(-cost))] for cost in costs)
+    limit = float(sum(usage.min() + 0.4 * np.ptp(usage) for usage in usages))
+    problem = Problem(costs, edges, matrices, ((0, 1),) * 6, usages, limit)
+    found, best = solve(problem, enough=10.0), brute_force(problem).cost
+    assert found.lower_bound <= best + 1e-9 and found.cost >= best - 1e-9
+    assert problem.fits(found.choice) and found.cost == pytest.approx(problem.cost(found.choice))
