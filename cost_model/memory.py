@@ -69,19 +69,16 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 def parse_bytes(value: str | int) -> int:
     """A memory limit: 70_000_000_000, "70GB" (decimal), "64GiB" (binary), "1.5 TB" -> bytes.
 
-    Raises ShardingError for anything else, for less than one byte, and for a number without its unit, `40` or "40".
+    Raises ShardingError for anything else, and for less than one byte.
     """
     nbytes = _parse_text(value) if isinstance(value, str) else value
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or not 1 <= nbytes < 2**63:
-        raise ShardingError(
-            f"memory_limit is {shown(value)}; it must be a number of bytes above zero\n"
-            f"  the units are {', '.join(filter(None, _UNITS))}\n"
-            '  try: "70GB" (70 * 1000**3), "64GiB" (64 * 1024**3) or an integer'
-        )
-    bare = str(value).strip()
-    if bare[-1] in "0123456789." and nbytes < (10**6 if isinstance(value, str) else 1000):
-        raise ShardingError(f'memory_limit is {shown(value)}, so many bytes\n  try: "{bare}GB"')
-    return nbytes
+    if isinstance(nbytes, int) and not isinstance(nbytes, bool) and 1 <= nbytes < 2**63:
+        return nbytes
+    raise ShardingError(
+        f"memory_limit is {shown(value)}; it must be a number of bytes above zero\n"
+        f"  the units are {', '.join(filter(None, _UNITS))}\n"
+        '  try: "70GB" (70 * 1000**3), "64GiB" (64 * 1024**3) or an integer'
+    )
 
 
 def _parse_text(text: str) -> int | None:

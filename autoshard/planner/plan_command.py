@@ -73,10 +73,13 @@ _FRAMEWORKS = ("torchtitan", "megatron", "accelerate")
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """ShardingError for options that exclude each other."""
+    """ShardingError for options that exclude each other, and a limit that is no number of bytes or lacks its unit."""
     given = {name for name, value in vars(arguments).items() if value is not None}
     if "memory_limit" in given:
-        parse_bytes(arguments.memory_limit)
+        bare = str(arguments.memory_limit).strip()
+        # Fewer bytes hold no model, so such a number is one of GB.
+        if parse_bytes(bare) < 1_000_000 and bare[-1] in "0123456789.":
+            raise ShardingError(f'--memory-limit {bare} is so many bytes\n  try: --memory-limit "{bare}GB"')
     frameworks = [name for name in _FRAMEWORKS if name in given]
     if arguments.micro_batches == 1:
         given -= {"micro_batches"}

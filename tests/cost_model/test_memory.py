@@ -22,22 +22,14 @@ def test_adamw_states_are_as_large_as_the_parameter(dtype: torch.dtype) -> None:
         ("64GiB", 64 * 1024**3),
         (" 1.5 tb ", 1_500_000_000_000),
         ("0.1KB", 100),
-        ("5120000", 5_120_000),
+        ("512", 512),
         ("512B", 512),
         ("9007199254740993", 2**53 + 1),
-        (1234, 1234),
+        (123, 123),
     ],
 )
 def test_parse_bytes(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("bare", "meant"), [("40", "40GB"), (" 1.5", "1.5GB"), ("999999", "999999GB"), (80, "80GB")]
-)
-def test_a_number_without_its_unit(bare: str | int, meant: str) -> None:
-    with pytest.raises(ShardingError, match=f'memory_limit is {bare!r}, so many bytes\n  try: "{meant}"'):
-        parse_bytes(bare)
 
 
 @pytest.mark.parametrize("bad", ["", "GB", "70 gigs", "-5GB", "nan", "1e9", "0GB", 0, -1, True, 1.5, None])

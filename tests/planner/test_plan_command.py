@@ -387,3 +387,9 @@ def test_what_is_no_language_model(tmp_path: Path, command: Command) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
     code, _, err = command("plan", "--hf", str(tmp_path), "--batch", "8", "--gpus", "4")
     assert code == 1 and "model_type is 'resnet'" in err and "try: autoshard plan module:function" in err
+
+
+@pytest.mark.parametrize("bare", ["40", "999999", "1.5"])
+def test_a_limit_without_its_unit(command: Command, bare: str) -> None:
+    code, _, err = command("plan", "--gpus", "8", "--memory-limit", bare)
+    assert code == 1 and f'--memory-limit "{bare}GB"' in err
