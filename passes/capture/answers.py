@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cost_model.errors import AutoshardError, CaptureError, UnsupportedOpError
 from passes.capture.known_values import History
-from passes.capture.questions import NO, Question, Questions, Undecided
+from passes.capture.questions import NO, Question, Questions, Undecided, remedy_at
 from passes.capture.rows import RowsUnknown
 from passes.capture.stand_ins import Awaited
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
@@ -150,9 +150,13 @@ def _reads_awaited(error: Exception) -> bool:
 def _with_remedy(error: Exception, asked: Sequence[Question]) -> Exception:
     if not is_value_missing(error) or not asked or asked[-1].answer is not None:
         return error
+    remedy = (
+        "torch.where, masks, or an argument that is a Python number; where the number is only kept, x.item() for "
+        "float(x)"
+    )
     found = UnsupportedOpError(
-        "the value of a tensor decides what runs next (`float()`, `int()`, an index, ...)\n  try: torch.where, masks, "
-        "or an argument that is a Python number; where the number is only kept, x.item() for float(x)"
+        "the value of a tensor decides what runs next (`float()`, `int()`, an index, ...)\n  try: "
+        + remedy_at(asked[-1].place, remedy)
     )
     found.__cause__ = error
     return found

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from cost_model.errors import CaptureError
 from passes.capture.provenance import NESTED, is_user_file, node_module, node_source, place_text, refused
-from passes.capture.questions import Undecided
+from passes.capture.questions import Undecided, remedy_at
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
@@ -62,12 +62,12 @@ _REMEDY = (
 
 def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exception) -> CaptureError:
     """The error for `cause`, raised while `forward` was traced."""
-    reason, remedy = _explain(cause)
     place = (
         (cause.place if isinstance(cause, (Undecided, RowsUnknown)) else None)
         or _place(cause)
         or _definition(forward)
     )
+    reason, remedy = _explain(cause, place)
     return refused(reason, remedy, model=model, at=place)
 
 
@@ -128,7 +128,7 @@ def _communicates(what: str) -> tuple[str, str]:
     )
 
 
-def _explain(cause: Exception) -> tuple[str, str]:
+def _explain(cause: Exception, place: str) -> tuple[str, str]:
     if name := _collective_called(cause):
         return _communicates(name)
     if isinstance(cause, Undecided) or is_value_missing(cause):
@@ -139,7 +139,9 @@ def _explain(cause: Exception) -> tuple[str, str]:
             )
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
-            "torch.where, masks, an argument that is a Python number, or do it outside of forward",
+            remedy_at(
+                place, "torch.where, masks, an argument that is a Python number, or do it outside of forward"
+            ),
         )
     reason, _, remedy = str(cause).partition("\n  try: ")
     if remedy:

@@ -262,13 +262,20 @@ def state_kept(model: nn.Module, arguments: Iterable[Any] = ()) -> Generator[Sna
 @contextmanager
 def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator[None]:
     """`values` in the places of `slots`, for one run of the forward; undone by `state_kept`."""
-    before = [(table, contents(table)) for slot in slots for table in _tables(slot)]
-    try:
+    with tables_kept(slots):
         for slot, value in zip(slots, values, strict=True):
             for (_, _, key), table in zip(slot.places, _tables(slot), strict=True):
                 table[key] = marked(value) if slot.is_parameter else value
         for module in {module for slot in slots for module, _, _ in slot.places}:
             refresh_flat_weights(module)
+        yield
+
+
+@contextmanager
+def tables_kept(slots: Sequence[Slot]) -> Generator[None]:
+    """The tables that hold `slots` have at the end the values that they have now."""
+    before = [(table, contents(table)) for slot in slots for table in _tables(slot)]
+    try:
         yield
     finally:
         for table, old in before:

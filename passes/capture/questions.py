@@ -8,6 +8,7 @@ program, so that each call can tell whether the answer holds for it (`passes.cap
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,17 @@ class Undecided(Exception):
     def __init__(self, place: str) -> None:
         super().__init__("the value of a tensor decides what runs next")
         self.place = place
+
+
+def remedy_at(place: str, otherwise: str) -> str:
+    """What to do about the values that are asked for at `place`."""
+    return _CLASSES if re.search(r"\bone_hot\(", place) else otherwise
+
+
+_CLASSES = (
+    "one_hot(i, n) with the number of classes as a Python number; where i is n or more for no class, "
+    "one_hot(i.clamp(max=n), n + 1)[..., :n]"
+)
 
 
 class RunEnded(Exception):

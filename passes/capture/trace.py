@@ -20,7 +20,14 @@ from passes.capture.decomposed_places import laid, lies_as, strides_of
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
 from passes.capture.known_values import History
-from passes.capture.model_state import Slot, held_tensors_kept, rebound_buffers, state_kept, state_replaced
+from passes.capture.model_state import (
+    Slot,
+    held_tensors_kept,
+    rebound_buffers,
+    state_kept,
+    state_replaced,
+    tables_kept,
+)
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Call, Place
 from passes.capture.provenance import provenance, refused
@@ -140,9 +147,12 @@ class _Traceable(nn.Module):
         if self.questions.history is not None:
             raise RunEnded
         self._tensors = tensors
+        if put_left is not None:
+            # `before` holds this run's tensors in the slots, where the next run must find the model's own.
+            self.after_backward.enter_context(tables_kept(program.slots))
+            self.after_backward.callback(before.restore)
         self._during_backward.enter_context(state_replaced(program.slots, tensors[:count]))
         if put_left is not None:
-            self.after_backward.callback(before.restore)
             put_left()
         self._during_backward.enter_context(attributes_read(before, run.reads))
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from passes.ir.process_state import autocast_off
 from passes.ir.routing import BALANCED, Routing
+from passes.ir.torch_compat import no_fake_mode
 from passes.ir.torch_dispatch import input_nodes
 
 
@@ -43,11 +44,22 @@ class FakeCalls:
         if found is _MISSING:
             values = map_arg((tuple(args), kwargs), lambda node: node.meta["val"])
             with torch.no_grad(), autocast_off(), nullcontext() if mode is None else mode:
-                found = self._results[key] = target(*values[0], **values[1])
+                found = self._results[key] = _laid_as_run(target, target(*values[0], **values[1]), *values[0])
         return found
 
 
 _MISSING = object()
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+
+
+def _laid_as_run(target: Callable[..., Any], fake: Any, operand: Any = None, *rest: Any) -> Any:
+    """`fake`, with the strides that a tensor has. Fakes give dims of size 1 others in a view (torch 2.13), by which a
+    convolution chooses the order of its result."""
+    if target not in _RESHAPES or fake.is_meta or 1 not in fake.shape:
+        return fake
+    with no_fake_mode():
+        strides = target(torch.empty_strided(operand.shape, operand.stride(), device="meta"), *rest).stride()
+    return fake if strides == fake.stride() else fake.as_strided(fake.shape, strides)
 
 
 _PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype})

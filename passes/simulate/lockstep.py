@@ -125,7 +125,8 @@ def _call(interpreter: fx.Interpreter, node: fx.Node) -> _Call:
     tensor, *rest, group = (*args, *kwargs.values())
     if not isinstance(group, str) or not group.startswith(_PREFIX):
         raise LockstepError(f"%{node.name}: {group!r} is not a simulated group, such as 'axes:dp,tp'")
-    return _Call(node, tensor, tuple(rest), simulated_group_axes(group))
+    # As on ranks, whose collectives send an operand in order however a kernel laid it out.
+    return _Call(node, tensor.contiguous(), tuple(rest), simulated_group_axes(group))
 
 
 @dataclass

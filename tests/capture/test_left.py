@@ -151,6 +151,29 @@ def test_a_dict_by_kind_of_tensor_has_no_other_kinds_in_eager() -> None:
     assert torch.equal(result, x + 1)
 
 
+def test_a_model_has_its_own_tensors_in_each_run_of_its_forward() -> None:
+    """A write in place has the forward run more than once; what it leaves outside of the model is no hook's."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.places = nn.Linear(3, 3), torch.randn(2, 3)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mix(x)
+            y += self.places
+            self.last = y.detach()
+            return y
+
+    model, x = Places(), torch.randn(2, 3)
+    places = model.places
+    captured = capture(model, (x,), {})
+    assert names(captured) == ["Assigned"] and model.places is places
+    told = (model.mix.weight, model.mix.bias, places, x, torch.ones(2, 3))
+    assert all(torch.allclose(out, model.mix(x) + places) for out in captured.joint.module(*told)[:2])
+
+
 def test_a_list_that_is_emptied_is_refused() -> None:
     class Empties(nn.Module):
         def __init__(self) -> None:

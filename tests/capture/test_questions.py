@@ -185,6 +185,28 @@ def test_two_sides_of_what_is_computed(rest: Rest) -> None:
     assert "the value of a tensor decides what runs next" in error_at(rest, 1)
 
 
+def widest(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    chosen = h.argmax(-1)
+    return h[:, :3] * nn.functional.one_hot(chosen, max(int(chosen.max()) + 1, 3))[..., :3]
+
+
+def as_many_as_chosen(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * nn.functional.one_hot(h.argmax(-1))
+
+
+def clamped_classes(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h[:, :3] * nn.functional.one_hot(h.argmax(-1).clamp(max=3), 4)[..., :3]
+
+
+@pytest.mark.parametrize(("rest", "line"), [(widest, 2), (as_many_as_chosen, 1)])
+def test_the_advice_about_classes_works(rest: Rest, line: int) -> None:
+    """One row of the four chooses class 3, which is none."""
+    assert "one_hot(i.clamp(max=n), n + 1)[..., :n]" in error_at(rest, line)
+    x = torch.eye(4)
+    assert torch.equal(clamped_classes(None, x, x), widest(None, x, x))
+    check(Asks(clamped_classes), x)
+
+
 def many(m: Any, h: Tensor, x: Tensor) -> Tensor:
     for i in range(8):
         h = h * int(x[0, 0] * i)

@@ -14,6 +14,7 @@ from torch import fx, nn
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import FakeCalls
 from passes.ir.op_traits import op_signature
+from passes.ir.torch_compat import fresh_fakes
 from passes.ir.torch_dispatch import copied_node
 from passes.lower.partition import _Writer, _Written, partition
 from passes.redistribution.redistribute import Redistributor
@@ -70,6 +71,23 @@ def test_other_calls_run_again(args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     calls(op, (node_of(meta(4, 6)), 2), {})
     calls(op, (node_of(args[0]), *args[1:]), kwargs)
     assert op.runs == 2
+
+
+@pytest.mark.parametrize("op", [aten.view.default, aten.reshape.default])
+@pytest.mark.parametrize(
+    ("shape", "strides", "into"),
+    [
+        ((1, 2, 8, 16, 24), (3072, 3072, 384, 24, 1), (1, 16, 16, 24)),  # gathered parts, of one image
+        ((1, 16, 32, 12), (6144, 32, 1, 512), (1, 16, 32, 2, 6)),
+    ],
+)
+def test_a_fake_lies_as_a_tensor_does(
+    op: Any, shape: tuple[int, ...], strides: tuple[int, ...], into: tuple[int, ...]
+) -> None:
+    """In dims of size 1 too: a convolution of the first, with its last dim brought to the front, is channels-last."""
+    (fake,) = fresh_fakes([torch.empty_strided(shape, strides)])
+    wanted = op(torch.empty_strided(shape, strides), into).stride()
+    assert FakeCalls()(op, (node_of(fake), into), {}).stride() == wanted
 
 
 def looks(module: fx.GraphModule) -> list[tuple[str, Any]]:

@@ -91,6 +91,26 @@ def test_reduce_scatter_and_uneven_all_to_all() -> None:
     assert [o[0].tolist() for o in out] == [[3], [1, 2, 4]]
 
 
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (c10d.all_reduce, ("sum",)),
+        (c10d.all_gather_into_tensor, (2,)),
+        (c10d.reduce_scatter_tensor, ("sum", 2)),
+        (c10d.all_to_all_single, ([1, 1], [1, 1])),
+    ],
+)
+def test_what_arrives_is_contiguous(target: Any, args: tuple[Any, ...]) -> None:
+    """Also where a kernel laid out what is sent otherwise than its fake says, as convolutions do on CPUs: the program
+    goes on with views that are legal for what ranks receive."""
+    build: Build = lambda graph, x: (waited(graph, target.default, x, *args, "axes:a"),)
+    sent = torch.arange(48.0).view(2, 2, 3, 4).to(memory_format=torch.channels_last)
+    received = [out for (out,) in run([build] * 2, [sent, sent], MeshSpec({"a": 2}))]
+    in_order = [out for (out,) in run([build] * 2, [sent.contiguous()] * 2, MeshSpec({"a": 2}))]
+    assert all(out.is_contiguous() for out in received)
+    assert all(map(torch.equal, received, in_order))
+
+
 def test_observer_sees_every_computed_value_in_order() -> None:
     seen: list[tuple[int, str, Any]] = []
     graph = module(all_reduce("a"))
