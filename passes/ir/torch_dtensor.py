@@ -73,7 +73,8 @@ def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Calla
 
 def leave_plain_what_is_plain() -> None:
     """From now on what an op of DTensors writes into a plain tensor stays that, if torch has seen the op with such
-    layouts before: by then the whole values are in it, and torch fails, or notes in it how a DTensor lies. 2.10."""
+    layouts before: by then the whole values are in it, and torch fails, or notes in it how a DTensor lies. Of no effect
+    where torch has looked its method up already, at the first op that it knows of any DTensor. 2.10."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
