@@ -58,9 +58,9 @@ ROWS_AT_ONCE = 24
 WORTHWHILE = 0.1
 """Share of the entries that a pruning must remove for another relaxation."""
 
-NEAR, SMALL_PART = 0.1, 5_000
-"""Share of the gap within which the relaxation's bound a better choice is looked for before all are; and edge entries
-of the largest part of a graph that is searched so."""
+NEAR, SMALL_PART, HALF = 0.1, 5_000, 0.5
+"""Share of the gap within which a better choice is looked for before all are; edge entries of the largest part of a
+graph that is searched so; and their share of the graph's."""
 
 Offer = Callable[[Graph, Rows, dict[int, int]], float]
 """Take a choice of what is left of a graph, whether it fits or not; the least cost found so far."""
@@ -153,7 +153,7 @@ def _part(graph: Graph, rows: Rows, part: _Part, cutoff: float, budget: Budget, 
 
     try:
         left = part(cutoff, budget.deadline)
-        if left.entries() <= SMALL_PART:
+        if left.entries() <= min(SMALL_PART, HALF * graph.entries()):
             _integers(left, -float("inf"), cutoff - graph.constant, budget, offered)
     except DeadEnd:
         pass
