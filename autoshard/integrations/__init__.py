@@ -66,9 +66,8 @@ _RANDOM = "autoshard_random.pt"
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """The model's state dict, whole on rank 0; names of one parameter have one tensor. Every rank calls it."""
-    whole = OrderedDict(
-        get_model_state_dict(model, options=_WHOLE)
-    )  # by its type accelerate knows that of a model
+    # By its type accelerate knows the state of a model.
+    whole = OrderedDict(get_model_state_dict(model, options=_WHOLE))
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in whole:

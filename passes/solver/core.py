@@ -37,7 +37,7 @@ BRANCHES = 100
 @dataclass(frozen=True)
 class Budget:
     """When to stop: at `deadline` (time.monotonic), or when the bound is within `tolerance` (absolute); within `enough`
-    no integer programs are tried."""
+    no integer programs of all that is left are tried, but where it is small."""
 
     deadline: float
     tolerance: float

@@ -31,8 +31,8 @@ def solve(
 
     Stops when (cost - bound) / |cost| <= relative_gap (1e-9 at least), or after about `time_limit` seconds with the
     best choice so far. warm: a choice from elsewhere (of a similar problem); where it is possible and fits, only better
-    ones are looked for. enough: a gap within which what relaxations leave is not searched by integer programs.
-    Deterministic, as long as the time limit does not end it. Raises Infeasible.
+    ones are looked for. enough: a gap within which what relaxations leave is not searched by an integer program of all
+    of it, but where that is small. Deterministic, as long as the time limit does not end it. Raises Infeasible.
     """
     # Share of the time limit, and seconds at most, kept for what cannot be interrupted.
     deadline = time.monotonic() + time_limit - min(10.0, 0.05 * time_limit)
