@@ -305,7 +305,8 @@ class _Generation(CuttingPlanes):
         gap = max(self.relative_gap / 2, share * min(self._gap(), 1.0))
         warm = [kept.index(a) for kept, a in zip(keep, self.choice, strict=True)]
         seconds = self._mix_seconds() if self.rough else self._left()
-        found = solve(small, time_limit=seconds, relative_gap=gap, warm=warm)
+        # How good it is says nothing of the whole problem, so that it is not proven.
+        found = solve(small, time_limit=seconds, relative_gap=gap, warm=warm, enough=LEFT)
         if found.prices:
             self.prices = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
         self.add(tuple(kept[a] for kept, a in zip(keep, found.choice, strict=True)))

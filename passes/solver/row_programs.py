@@ -61,6 +61,8 @@ WORTHWHILE = 0.1
 NEAR, SMALL_PART, HALF = 0.1, 5_000, 0.5
 """Share of the gap within which a better choice is looked for before all are; edge entries of the largest part of a
 graph that is searched so; and their share of the graph's."""
+TINY = 1_000
+"""Edge entries of the largest graph whose program of integers takes no longer than its relaxation: always searched."""
 
 Offer = Callable[[Graph, Rows, dict[int, int]], float]
 """Take a choice of what is left of a graph, whether it fits or not; the least cost found so far."""
@@ -104,7 +106,7 @@ def _solve_rows(
             for part in (_weighted(graph, relaxed), _near(graph, found)):
                 if cutoff - bound > budget.tolerance:
                     cutoff = min(cutoff, _part(graph, rows, part, cutoff, budget, offer))
-            enough = budget.enough if graph.entries() > SMALL_PART else 0.0
+            enough = budget.enough if graph.entries() > TINY else 0.0
             if cutoff - bound <= max(budget.tolerance, enough):
                 return Answer(min(bound, cutoff), cutoff - bound <= budget.tolerance)
             before = graph.entries()
