@@ -33,7 +33,7 @@ from benchmarks.cluster.rank import answered
 from benchmarks.context_by_torch import ROTATIONS, TorchRing, cpu_kernel
 from benchmarks.overlap import Step, Way, times_in_turns
 from benchmarks.step_cells import milliseconds, taken_on
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.ir.op_work import global_flops
@@ -43,7 +43,6 @@ from passes.predict.step_events import collective_nbytes
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Choose, Narrowing, boundary_of
-from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import Prices
 
 FACTORS = {"gathered": "s", "Ulysses": "h", "ring": RING}

@@ -36,6 +36,7 @@ from autoshard.planner.plan_command import parse_mesh
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes
+from cost_model.mesh import simulated_groups
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.lower.rank_program import rank_program
@@ -46,7 +47,6 @@ from passes.search.agree import first_overlaps
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_terms import boundary_of
 from passes.search.strategy_space import SpaceBuilder
-from passes.simulate.lockstep import simulated_groups
 
 STAGES = ("capture", "canonicalize", "space", "search", "decide", "hash", "predict", "rank program")
 SWEEP: Sequence[Sequence[str]] = (

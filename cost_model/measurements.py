@@ -8,8 +8,8 @@ import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from msgspec import Meta
@@ -34,6 +34,8 @@ KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_co
 
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 
+
+T = TypeVar("T")
 
 Positive = Annotated[float, Meta(gt=1e-30, lt=1e30)]
 """No time, rate or size in a computer is outside these bounds. NaN is not inside. A profile's file is held against the
@@ -174,6 +176,29 @@ class Lateness:
 
 def _range(ranks: int) -> float:
     return (ranks - 1) / (ranks + 1)
+
+
+def paced(value: T, pace: float) -> T:
+    """`value`, a profile, timed prices or a part of them, with all seconds times `pace` and all rates a second over it:
+    whatever is priced by it takes exactly that many times as long, so no plan is another for it."""
+    assert pace > 0.0, pace
+    if pace == 1.0:
+        return value
+    if isinstance(value, tuple):
+        return tuple(paced(one, pace) for one in value)  # type: ignore[return-value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{f.name: _paced(f.name, getattr(value, f.name), pace) for f in fields(value)})
+
+
+def _paced(name: str, held: Any, pace: float) -> Any:
+    """A field of that name."""
+    if held is None or not name.endswith(("seconds", "per_second")):
+        return paced(held, pace)
+    # Rounding makes no measured time one that the peak forbids.
+    more = 1.0 + 1e-9 if name == "peak_bytes_per_second" else 1.0
+    change = (lambda x: pace * x) if name.endswith("seconds") else (lambda x: x / pace * more)
+    return tuple(map(change, held)) if isinstance(held, tuple) else change(held)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""A mesh of devices by names and sizes alone: no process group, no GPU."""
+"""A mesh of devices by names and sizes alone: no process group, no GPU. Names of groups that are only simulated."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -131,3 +131,37 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return "mesh (" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"
+
+
+_PREFIX = "axes:"
+
+
+def simulated_group_name(axes: Sequence[str]) -> str:
+    """The name by which the simulator knows the group over `axes`, in that order."""
+    return _PREFIX + ",".join(axes)
+
+
+def simulated_group_axes(name: str) -> tuple[str, ...]:
+    """Inverse of `simulated_group_name`."""
+    return tuple(name.removeprefix(_PREFIX).split(","))
+
+
+@dataclass(frozen=True)
+class _SimulatedGroups(Mapping[tuple[str, ...], str]):
+    mesh: MeshSpec
+
+    def __getitem__(self, axes: tuple[str, ...]) -> str:
+        if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(self.mesh.names):
+            raise KeyError(axes)
+        return simulated_group_name(axes)
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        return iter((name,) for name in self.mesh.names)
+
+    def __len__(self) -> int:
+        return len(self.mesh.names)
+
+
+def simulated_groups(mesh: MeshSpec) -> Mapping[tuple[str, ...], str]:
+    """Any non-empty tuple of the mesh's axes -> its simulated name. Iterates over single axes only."""
+    return _SimulatedGroups(mesh)

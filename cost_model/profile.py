@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 from cost_model.collectives import CollectivePrices
 from cost_model.groups import (
@@ -26,6 +26,7 @@ from cost_model.measurements import (
     CollectiveSamples,
     LinkLevel,
     monotone,
+    paced,
 )
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
@@ -38,31 +39,6 @@ if TYPE_CHECKING:
     from cost_model.measure.clock import Clock
     from cost_model.measure.kernel_work import Attend
     from cost_model.measure.sampling import Progress
-
-T = TypeVar("T")
-
-
-def paced(value: T, pace: float) -> T:
-    """`value`, a profile, timed prices or a part of them, with all seconds times `pace` and all rates a second over it:
-    whatever is priced by it takes exactly that many times as long, so no plan is another for it."""
-    assert pace > 0.0, pace
-    if pace == 1.0:
-        return value
-    if isinstance(value, tuple):
-        return tuple(paced(one, pace) for one in value)  # type: ignore[return-value]
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    return replace(value, **{f.name: _paced(f.name, getattr(value, f.name), pace) for f in fields(value)})
-
-
-def _paced(name: str, held: Any, pace: float) -> Any:
-    """A field of that name."""
-    if held is None or not name.endswith(("seconds", "per_second")):
-        return paced(held, pace)
-    # Rounding makes no measured time one that the peak forbids.
-    more = 1.0 + 1e-9 if name == "peak_bytes_per_second" else 1.0
-    change = (lambda x: pace * x) if name.endswith("seconds") else (lambda x: x / pace * more)
-    return tuple(map(change, held)) if isinstance(held, tuple) else change(held)
 
 
 def with_rates(link: LinkLevel, change: Callable[[float], float], **others: float) -> LinkLevel:

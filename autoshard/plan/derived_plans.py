@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 from torch import fx
 
-from autoshard.plan.infeasible import out_of_time, search_until
+from autoshard.plan.infeasible import out_of_time
 from autoshard.plan.judged import Judged, judged, prices_as_in
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan, of_stages
@@ -24,7 +24,6 @@ from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.layout.layout import Assignment, Layout
 from passes.micro_batches.cut_batch import cut_for_stages
-from passes.micro_batches.time_axis import trains
 from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, OperandRecord
 from passes.search.find import Sought, find_assignment
@@ -43,7 +42,7 @@ def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:
     layouts wherever they fit. A call that trains runs in as many pieces, or fewer if it has fewer samples. Nothing is
     proven of the cut. Raises InfeasibleError where the call needs a stage to hold more.
     """
-    pieces = min(first.micro_batches, most_pieces(task.captured)) if trains(task.joint) else 1
+    pieces = min(first.micro_batches, most_pieces(task.captured)) if task.joint.trains else 1
     joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     known = first.parameter_layouts
     # What no call has read so far is whole on all ranks.
@@ -171,7 +170,7 @@ def plan_holding(
     joint = compute_again(task.joint, known_ops(task.joint, again))
     try:
         asked = Sought(joint, prices, task.boundary, task.memory_limit, reserve, Narrowing(held=layouts))
-        found = find_assignment(asked, search_until(task.joint, Deadline.after(task.time_limit)))
+        found = find_assignment(asked, task.searching(Deadline.after(task.time_limit)))
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")

@@ -14,7 +14,6 @@ from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError, log, reject
 from cost_model.mesh import MeshSpec
-from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
 
@@ -72,7 +71,7 @@ class Division:
 
     def _fastest(self, task: Task, deadline: Deadline, search: Search) -> Plan:
         if self.stages != "auto":
-            if self.stages is not None and self.micro_batches == 1 and trains(task.joint):
+            if self.stages is not None and self.micro_batches == 1 and task.joint.trains:
                 log.warning(
                     "stages=%r with micro_batches=1: one stage computes at a time\n"
                     "  try: micro_batches='auto', or twice the number of stages",
@@ -109,7 +108,7 @@ class Division:
 
 def _counts(task: Task, axis: str) -> Sequence[int]:
     """More pieces than samples there are not; fewer than stages only where there is no more."""
-    if not trains(task.joint):
+    if not task.joint.trains:
         return (1,)
     most = most_pieces(task.captured)
     return tuple(doubled(task.mesh.size(axis), most)) or (most,)
@@ -140,7 +139,7 @@ def racers(best: Plan, task: Task, division: Division, count: int) -> list[Candi
 
 
 def _other_schedules(best: Plan, task: Task, division: Division) -> dict[str, Way]:
-    names = ORDERS if division.schedule is None and trains(task.joint) else ()
+    names = ORDERS if division.schedule is None and task.joint.trains else ()
     return {
         name: lambda share, name=name: plan_stages(task, best.axis, best.micro_batches, share, name)
         for name in names

@@ -16,7 +16,6 @@ from autoshard.plan.plan_memory import fold_numbers
 from autoshard.plan.plan_words import (
     Buckets,
     collective_lines,
-    made_of_parameters,
     parameter_lines,
     price_text,
     transfer_words,
@@ -24,7 +23,14 @@ from autoshard.plan.plan_words import (
 from cost_model.errors import PlanError, few
 from cost_model.memory import format_seconds
 from passes.layout.layout import Layout
-from passes.plan.planned_graph import NodeRecord, OperandRecord, PlannedGraph, Reshard, ResultRecord
+from passes.plan.planned_graph import (
+    NodeRecord,
+    OperandRecord,
+    PlannedGraph,
+    Reshard,
+    ResultRecord,
+    made_of_parameters,
+)
 
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""

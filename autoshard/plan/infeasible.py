@@ -9,14 +9,13 @@ from functools import cached_property
 
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
-from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, few
 from cost_model.memory import enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values
 from passes.layout.layout import Assignment, Layout
 from passes.micro_batches.cut_batch import Uncut, cut_batch
-from passes.micro_batches.time_axis import batch_length, trains
+from passes.micro_batches.time_axis import batch_length
 from passes.predict.prediction import LiveValue, MemoryWalk
 from passes.search.find import Found
 
@@ -129,7 +128,7 @@ def _remedies(case: _Case) -> Iterator[str]:
 def _more_pieces(asked: Asked) -> Iterator[str]:
     """Of a batch that has so many samples and can be cut; that of stages is."""
     joint = asked.joint
-    more = min(2 * joint.pieces, batch_length(joint)) if trains(joint) else 1
+    more = min(2 * joint.pieces, batch_length(joint)) if joint.trains else 1
     if more <= joint.pieces:
         return
     if joint.pieces > 1:
@@ -220,14 +219,6 @@ def too_much(limit: int, found: Found) -> InfeasibleError:
         f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
         "  try: a larger memory_limit, more devices, or a smaller batch"
     )
-
-
-def search_until(joint: JointGraph, deadline: Deadline) -> Deadline:
-    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
-    # Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at
-    # most.
-    after = 2e-3 * len(joint.graph.nodes)
-    return deadline.earlier(min(after, 0.25 * max(0.0, deadline.left)))
 
 
 def out_of_time(mesh: MeshSpec, time_limit: float, over: tuple[int, int] | None = None) -> InfeasibleError:

@@ -9,9 +9,10 @@ from functools import partial
 from autoshard.plan.plan_content import PlanContent
 from cost_model.collectives import BucketedPrices, CollectivePrices
 from cost_model.compute import ComputePrices
+from cost_model.measurements import paced
 from cost_model.memory import ADAMW, Axes, Optimizer, reserve_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile, paced, scaled_link, with_timed_collectives
+from cost_model.profile import Profile, scaled_link, with_timed_collectives
 from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment

@@ -14,7 +14,7 @@ from cost_model.errors import InfeasibleError, log
 from passes.capture import Captured
 from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.cut_head import cut_head, may_have_head
-from passes.micro_batches.time_axis import batch_length, trains
+from passes.micro_batches.time_axis import batch_length
 
 
 def cut_call(captured: Captured, count: int, head: int = 1, *, sizes_only: bool = False) -> Captured:
@@ -23,7 +23,7 @@ def cut_call(captured: Captured, count: int, head: int = 1, *, sizes_only: bool 
 
     Raises InfeasibleError where it cannot be cut."""
     cut = cut_call_head(captured, head)
-    if not trains(cut.joint):
+    if not cut.joint.trains:
         return cut
     return replace(cut, joint=cut_batch(cut.joint, count, sizes_only=sizes_only))
 
@@ -86,7 +86,7 @@ def fastest_of(counts: Iterable[int], planned: Callable[[int, Deadline], Plan], 
 
 
 def _counts(captured: Captured, memory_limit: int | None) -> Iterator[int]:
-    smaller = memory_limit is not None and trains(captured.joint)
+    smaller = memory_limit is not None and captured.joint.trains
     return doubled(1, most_pieces(captured) if smaller else 1)
 
 
@@ -107,11 +107,9 @@ def cut_call_head(captured: Captured, count: int) -> Captured:
     """The call with head and loss in `count` pieces; as it is, if nothing is trained by it, or if it is cut. Raises
     Uncut."""
     joint = captured.joint
-    return (
-        replace(captured, joint=cut_head(joint, count))
-        if trains(joint) and joint.head_pieces == 1
-        else captured
-    )
+    if count == 1 or joint.head_pieces > 1 or not joint.trains:
+        return captured
+    return replace(captured, joint=cut_head(joint, count))
 
 
 def fitting(
@@ -126,7 +124,7 @@ def fitting(
     planned: raises InfeasibleError, and so does this: that of the whole call.
     """
     joint = captured.joint
-    if memory_limit is None or joint.head_pieces > 1 or not trains(joint) or not may_have_head(joint):
+    if memory_limit is None or joint.head_pieces > 1 or not joint.trains or not may_have_head(joint):
         return planned(captured, deadline)
     # Share of the time in which the model as it is must be found to fit, where its head can be cut.
     first = deadline.share(0.75)

@@ -160,6 +160,8 @@ def pieces_of_other_sizes(
     judged: of the first, whose ops that run again do so in all. Raises InfeasibleError where its ends do not fit, and
     OutOfTime.
     """
+    if not joint.others:
+        return ()
     found: list[tuple[NodeRecord, ...]] = []
     again = copies_in(joint)
     graphs = joint, *joint.others

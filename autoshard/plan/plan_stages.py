@@ -23,7 +23,6 @@ from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_for_stages
-from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order
 
 _STAGES_PER_RANK = (1, 2, 4)
@@ -52,7 +51,7 @@ def plan_stages(
     until = deadline or Deadline.after(task.time_limit)
     joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     cutter = StageCutter(task, joint, axis)
-    names = _names(schedule, trains(task.joint))
+    names = _names(schedule, task.joint.trains)
     ranks = task.mesh.size(axis)
     best: PipelinePlan | None = None
     reason: InfeasibleError | None = None

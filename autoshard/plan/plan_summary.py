@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.plan.plan_content import Nearly, PlanContent
-from autoshard.plan.plan_words import made_of_parameters, memory_words, race_lines, stages_words
+from autoshard.plan.plan_words import memory_words, race_lines, stages_words
 from cost_model.errors import titled
 from cost_model.memory import format_count, format_seconds
 from passes.ir.routing import Routing
 from passes.layout.layout import KEYS, RING, nested_sizes
-from passes.plan.planned_graph import NodeRecord
+from passes.plan.planned_graph import NodeRecord, made_of_parameters
 
 MOST = 0.5
 """Share of weights, or of the elements of activations, from which on an axis is named after what it does with them."""

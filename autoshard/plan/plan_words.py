@@ -12,7 +12,7 @@ from cost_model.errors import few
 from cost_model.memory import format_bytes, format_seconds
 from cost_model.timed import Priced
 from passes.layout.layout import Layout
-from passes.plan.planned_graph import Collective, NodeRecord, OperandRecord, Turn
+from passes.plan.planned_graph import Collective, OperandRecord, Turn, made_of_parameters
 
 _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""
@@ -91,19 +91,6 @@ def _what(collective: Collective, parameters: set[str]) -> str:
         return "weights"
     gradient = collective.node == "output" and collective.phase == "backward"
     return "gradients" if gradient else "activations"
-
-
-def made_of_parameters(records: Iterable[NodeRecord], among: Iterable[NodeRecord] | None = None) -> set[str]:
-    """Parameters, and what ops of one operand make of them: casts and views. among: of all parameters, those."""
-    own = None if among is None else {record.name for record in among}
-    found: set[str] = set()
-    for record in records:
-        sources = [operand.source for operand in record.operands]
-        if (record.op == "param" and (own is None or record.name in own)) or (
-            len(sources) == 1 and sources[0] in found
-        ):
-            found.add(record.name)
-    return found
 
 
 def _largest(parts: Counter[str]) -> list[str]:

@@ -197,7 +197,7 @@ def _layouts(node: fx.Node, record: NodeRecord, read: dict[Place, list[Pair]], m
     operands = [node_value(operand).shape for operand in tensor_operands(node)]
     results = result_shapes(node) if record.results else []
     shapes = [*operands, *results]
-    if not any(map(_counts_sizes, (*layouts.operands, *layouts.results), shapes)):
+    if not any(map(_counts_sizes, layouts.tensors, shapes)):
         return layouts
     if node.op != "call_function":
         raise SizesLost(f"{record.name} is given in parts of its own")

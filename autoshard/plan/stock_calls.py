@@ -12,8 +12,7 @@ from typing import Literal
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_summary import MOST, SOME, AxisUses, axis_uses, axis_words
-from autoshard.plan.plan_words import made_of_parameters
-from passes.plan.planned_graph import NodeRecord, PlannedGraph
+from passes.plan.planned_graph import NodeRecord, PlannedGraph, made_of_parameters
 
 _PRODUCTS = ("contract", "routed_mm", "aten.convolution")
 Kind = Literal["linear", "embedding", "other"]

@@ -14,7 +14,7 @@ from autoshard.plan.answer import BestSoFar
 from autoshard.plan.correcting import Chosen, Way
 from autoshard.plan.families import OF_WEIGHTS, Again, Sizes, Variant, family_named
 from autoshard.plan.family_choices import family_narrowing
-from autoshard.plan.infeasible import Asked, search_until, told
+from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import (
     MESSAGES,
     Judged,
@@ -95,6 +95,12 @@ class Task:
     def within(self, seconds: float) -> Deadline:
         """From now on, with a watch."""
         return Deadline.after(seconds, None if self.watch is None else self.watch())
+
+    def searching(self, deadline: Deadline) -> Deadline:
+        """What is decided and predicted after the search takes its time, too: it grows with the graph."""
+        # Kept of the time limit for what follows the search; and the share of the limit at most.
+        after = 2e-3 * len(self.joint.graph.nodes)
+        return deadline.earlier(min(after, 0.25 * max(0.0, deadline.left)))
 
     @property
     def joint(self) -> JointGraph:
@@ -194,7 +200,7 @@ def search_plans(
     most: int,
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
-    until = search_until(task.joint, deadline or task.within(task.time_limit))
+    until = task.searching(deadline or task.within(task.time_limit))
     beside = lambda one: task.reserve(one.collectives, one.memory)
     made = lambda found, judged: plan_of(task, found, judged, task.again())
     best, known = BestSoFar(task.memory_limit, beside, made, until), wholes or KnownWholes()

@@ -11,7 +11,7 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.task import Task
 from cost_model.errors import log
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_group_axes, simulated_groups
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
 from passes.lower.phases import Phases
@@ -20,7 +20,6 @@ from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.planned_graph import PlannedGraph
 from passes.predict.predict_program import alone
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """Refining may take so many predicted steps, and this share of the time limit; less than the seconds is not

@@ -28,7 +28,7 @@ from autoshard.runtime.sized_code import Lowered, SizedCode
 from autoshard.runtime.sized_programs import Agreed, code_of, with_code
 from autoshard.verification.part_errors import CANCELLED, largest, piece_error
 from cost_model.errors import log
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.capture import Captured
 from passes.compile.compile_graph import Compiled
 from passes.ir.joint import JointGraph
@@ -38,7 +38,7 @@ from passes.layout.layout import Layout
 from passes.lower.piecewise import RankPieces, given_values, leave, pieces_of, step_results
 from passes.lower.rank_program import RankProgram, missing_tangents, rank_program
 from passes.micro_batches.cut_batch import PieceSizes, cut_for_stages
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 from passes.stages.stage_graphs import stage_graphs
 

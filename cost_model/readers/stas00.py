@@ -21,9 +21,6 @@ from cost_model.readers.points import (
 )
 from cost_model.readers.result_rows import Measured, Side, row_points, scales
 
-Bandwidth = Printed
-"""Bytes per second."""
-
 _PAYLOAD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B")
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(Bps|B/s|bps|b/s|bit/s)")
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -39,7 +36,7 @@ def payload(line: Line, text: str, base: int) -> int:
     return nbytes
 
 
-def bandwidth(line: Line, text: str) -> Bandwidth:
+def bandwidth(line: Line, text: str) -> Printed:
     """Bytes per second of "0.92GBps", or of "7.36Gbps" (bits). ProfileError for anything else."""
     match = _BANDWIDTH.fullmatch(text)
     value = Printed.parse(match[1]) if match else None
@@ -96,7 +93,7 @@ class _Reader:
         self._when = when
         self._open: _Open | None = None
         self._single: tuple[Line, str, int, int] | None = None
-        self._lines: dict[str, Bandwidth] = {}
+        self._lines: dict[str, Printed] = {}
         self._software: tuple[tuple[str, str], ...] = ()
         self._device = ""
 
@@ -134,7 +131,7 @@ class _Reader:
         if cells[0] == "payload":
             self._columns(line, cells)
         elif self._open is None or not self._open.columns:
-            if payload_like(cells[0]):
+            if _PAYLOAD.fullmatch(cells[0]):
                 line.refuse("no line with the names of the columns precedes the row")
         elif not _RULE.match(text):
             self._open.rows.append(_cells(line, self._open.columns, cells))
@@ -214,10 +211,6 @@ def read_stas00(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     return tuple(reader.runs)
 
 
-def payload_like(cell: str) -> bool:
-    return bool(re.match(r"\d+(\.\d+)?\s*([KMGT]i?)?B$", cell))
-
-
 def _cells(line: Line, columns: tuple[str, ...], cells: tuple[str, ...]) -> Measured:
     if len(cells) != len(columns):
         line.refuse(f"the row has {len(cells)} cells of {len(columns)}")
@@ -230,7 +223,7 @@ def _cells(line: Line, columns: tuple[str, ...], cells: tuple[str, ...]) -> Meas
 
 
 def _measured(
-    line: Line, nbytes: int, busbw: Bandwidth | None = None, algbw: Bandwidth | None = None
+    line: Line, nbytes: int, busbw: Printed | None = None, algbw: Printed | None = None
 ) -> Measured:
     sides = () if busbw is None or algbw is None else (Side(None, algbw, busbw, None),)
     return Measured(line.place, line.text, None, nbytes, sides)

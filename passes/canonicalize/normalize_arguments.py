@@ -11,7 +11,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass, OpPass, int_at, ints_at, replace, shape_of, tensor_at
 from passes.ir.graph_properties import NO_USES, Property, described, of_ops
 from passes.ir.joint import JointGraph
-from passes.ir.op_traits import named_arguments, slice_ends
+from passes.ir.op_traits import draws, named_arguments, slice_ends
 
 aten = torch.ops.aten
 
@@ -202,8 +202,7 @@ class MergeDuplicates(GraphPass):
 def _mergeable(node: fx.Node) -> bool:
     if node.target is aten.full.default:
         return not node.args[0]
-    tags = getattr(node.target, "tags", ())
-    return node.target is not aten.clone.default and torch.Tag.nondeterministic_seeded not in tags
+    return node.target is not aten.clone.default and not draws(node)
 
 
 def _key(argument: Any) -> Hashable:

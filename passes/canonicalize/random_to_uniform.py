@@ -19,7 +19,7 @@ from passes.ir.graph_pass import GraphPass, OpPass, emit, erase_dead, int_at, te
 from passes.ir.graph_pass import replace as replace_node
 from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
 from passes.ir.joint import GraphInput, JointGraph
-from passes.ir.op_traits import named_arguments
+from passes.ir.op_traits import draws, named_arguments
 from passes.ir.torch_compat import fake_mode_of
 
 aten = torch.ops.aten
@@ -95,12 +95,9 @@ FILLS: dict[Any, Callable[[fx.Node], Any]] = {
 RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
-def _draws(node: fx.Node) -> str | None:
-    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return "draws from a generator" if draws else None
-
-
-NO_GENERATORS = of_ops("nothing draws from a generator", _draws)
+NO_GENERATORS = of_ops(
+    "nothing draws from a generator", lambda node: "draws from a generator" if draws(node) else None
+)
 
 
 class RandomToUniform(GraphPass):
@@ -128,13 +125,13 @@ class RandomToUniform(GraphPass):
     ensures = (NO_GENERATORS,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
-        draws = [
+        drawn = [
             n for n in joint.graph.nodes if n.target is aten.native_dropout.default or n.target in _TABLE
         ]
-        if draws:
-            joint, seed = _with_seed(joint, like=draws[0])
+        if drawn:
+            joint, seed = _with_seed(joint, like=drawn[0])
             source = _Source(seed, itertools.count())
-            for node in draws:
+            for node in drawn:
                 if node.target is aten.native_dropout.default:
                     _native_dropout(source, node)
                 else:
@@ -260,7 +257,7 @@ def _randperm(source: _Source, node: fx.Node) -> fx.Node:
 
 
 def _refuse_generators(node: fx.Node) -> None:
-    if _draws(node) is None:
+    if not draws(node):
         return
     where = " ".join(text for text in (node.meta.get("module"), node.meta.get("source")) if text)
     raise CaptureError(

@@ -21,7 +21,7 @@ from passes.ir.graph_pass import (
     tensor_at,
 )
 from passes.ir.graph_properties import NO_DEAD_CODE, of_ops
-from passes.ir.joint import JointGraph, node_values, tensor_operands
+from passes.ir.joint import JointGraph, tensor_operands, tensors_of
 
 aten = torch.ops.aten
 
@@ -32,8 +32,7 @@ WRITTEN: dict[Any, Any] = {
 
 
 def _noted(node: fx.Node) -> str | None:
-    values = [v for v in node_values(node) if isinstance(v, torch.Tensor)]
-    is_noted = node.target in WRITTEN or any(v.is_conj() or v.is_neg() for v in values)
+    is_noted = node.target in WRITTEN or any(v.is_conj() or v.is_neg() for v in tensors_of(node))
     return "a conjugate that is only noted" if is_noted else None
 
 

@@ -20,17 +20,16 @@ from passes.compile.fuse_eager import VIEWS
 from passes.compile.join_linears import OpWriter
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import COLLECTIVES, FUNCTIONAL, is_start
-from passes.ir.joint import looks, map_operands, node_value, tensor_operands
+from passes.ir.joint import looks, map_operands, node_value, tensor_operands, tensors_of
 from passes.ir.op_traits import is_collective, is_use
 from passes.ir.process_state import autocast_off
 from passes.ir.torch_compat import (
     custom_op_body,
     fake_mode_of,
-    fakes_on,
-    fresh_fakes,
     lazy_module,
     ops_run_by,
 )
+from passes.ir.torch_sizes import fakes_on, fresh_fakes
 from passes.ops import (
     circular_pad,
     circular_pad_backward,
@@ -66,27 +65,16 @@ def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     if device.type == "cpu":
         return module
     nodes = list(module.graph.nodes)
-    moved = iter(fakes_on(device, [value for node in nodes for value in _values(node)]))
+    moved = iter(fakes_on(device, [value for node in nodes for value in tensors_of(node)]))
     there = lambda item: device if isinstance(item, torch.device) else item
+    value_there = lambda item: next(moved) if isinstance(item, torch.Tensor) else item
     for node in nodes:
         if "val" in node.meta:
-            node.meta["val"] = _replaced(node.meta["val"], moved)
+            node.meta["val"] = map_aggregate(node.meta["val"], value_there)
         if node.op == "call_function":
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), there)
     module.recompile()
     return module
-
-
-def _values(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    items = value if isinstance(value, (tuple, list)) else (value,)
-    return [item for item in items if isinstance(item, torch.Tensor)]
-
-
-def _replaced(value: Any, moved: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(next(moved) if isinstance(item, torch.Tensor) else item for item in value)
-    return next(moved) if isinstance(value, torch.Tensor) else value
 
 
 aten = torch.ops.aten

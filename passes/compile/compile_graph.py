@@ -20,12 +20,13 @@ from cost_model.errors import ShardingError, UnsupportedOpError, log, reject
 from passes.compile.bind_device import CALLED, WriteIntoBuckets, expand_ops
 from passes.compile.fuse_eager import FuseEager, call_directly
 from passes.compile.join_linears import JoinLinears
-from passes.ir.graph_pass import run_rank_passes
+from passes.ir.graph_pass import duplicate_module, run_rank_passes
+from passes.ir.joint import tensors_of
 from passes.ir.op_traits import is_collective, is_view
 from passes.ir.op_work import Word
 from passes.ir.process_state import autocast_off
 from passes.ir.sized_graph import Numbers, take_numbers
-from passes.ir.torch_compat import fake_mode_of, fresh_fakes, no_fake_mode, torch_deprecations_ignored
+from passes.ir.torch_compat import fake_mode_of, no_fake_mode, torch_deprecations_ignored
 from passes.ir.torch_inductor import (
     boxed_forward,
     compile_with_inductor,
@@ -36,7 +37,7 @@ from passes.ir.torch_inductor import (
     lookup_compiler,
     lower_as_collectives,
 )
-from passes.ir.torch_sizes import SizeSymbols, evaluation, fakes_counted
+from passes.ir.torch_sizes import SizeSymbols, evaluation, fresh_fakes
 from passes.ops.collective_ops import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME, exchange_rows
 from passes.ops.routed_ops import counted_places, own_places
 
@@ -59,19 +60,14 @@ def _is_known(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output")
 
 
-def _values(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [
-        one for one in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(one, Tensor)
-    ]
-
-
 def _lines(module: fx.GraphModule) -> Iterator[str]:
     yield inductor_settings()
     places = {node: f"%{place}" for place, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         target = node.target if node.op == "call_function" else ""
-        looks = [(tuple(v.shape), v.stride(), v.storage_offset(), v.dtype, v.device) for v in _values(node)]
+        looks = [
+            (tuple(v.shape), v.stride(), v.storage_offset(), v.dtype, v.device) for v in tensors_of(node)
+        ]
         given = map_arg((node.args, node.kwargs), lambda operand: Word(places[operand]))
         yield f"{node.op} {target} {given} {node.meta.get('serves')} {looks}"
 
@@ -275,7 +271,7 @@ def _compiled(
     """name: by which the code is kept. numbers: in symbols, that it takes after the inputs of `module`."""
     tensors = expanded.graph.find_nodes(op="placeholder")[: len(module.graph.find_nodes(op="placeholder"))]
     values, counted = ([node.meta.get(key) for node in tensors] for key in ("val", "counted"))
-    examples = [*(fakes_counted(values, counted) if any(counted) else fresh_fakes(values)), *numbers]
+    examples = [*fresh_fakes(values, counted), *numbers]
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives({**NAMED_BY_NAME, "exchange_rows": exchange_rows}, ALL_REDUCE_IN_PLACE)
@@ -351,34 +347,19 @@ def add_early(module: fx.GraphModule, places: Collection[int]) -> fx.GraphModule
     Added up by the caller, all results of a piece would live at once: as many bytes as all gradients have, which the
     allocator takes from the system and gives back for every piece.
     """
-    nodes = list(module.graph.nodes)
-    results = list(nodes[-1].args[0])  # type: ignore[arg-type]
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
-    so_far: dict[int, fx.Node] = {}
+    made = duplicate_module(module)
+    graph, output = made.graph, made.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
     for place in sorted(places):
-        so_far[place] = graph.placeholder(f"so_far_{place}")
-        so_far[place].meta["val"] = results[place].meta["val"]
-    sums: dict[int, fx.Node] = {}
-
-    def add(node: fx.Node) -> None:
-        for place, earlier in so_far.items():
-            if results[place] is node:
-                sums[place] = graph.call_function(aten.add_.Tensor, (earlier, copies[node]))
-                sums[place].meta = dict(node.meta)
-
-    for node in nodes[:-1]:
-        if node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        add(node)
-    graph.output(
-        tuple(
-            sums.get(place, None if result is None else copies[result])
-            for place, result in enumerate(results)
-        )
-    )
+        result = results[place]
+        with graph.inserting_before(first):
+            so_far = graph.placeholder(f"so_far_{place}")
+        so_far.meta["val"] = result.meta["val"]
+        with graph.inserting_before(first if result.op == "placeholder" else result.next):
+            results[place] = graph.call_function(aten.add_.Tensor, (so_far, result))
+        results[place].meta = dict(result.meta)
+    output.args = (tuple(results),)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    made.recompile()
+    return made

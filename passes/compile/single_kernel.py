@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from cost_model.errors import log
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.joint import FakeCalls
-from passes.ir.torch_compat import fake_mode_of, fakes_on
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_sizes import fakes_on
 from passes.predict.step_work import KernelCase, OpCall, Operand, TensorLook
 
 

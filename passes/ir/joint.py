@@ -210,6 +210,11 @@ class JointGraph:
         graded = {end.index for end, result in self.returned if end.kind == "grad" and result is not None}
         return {node for i, (node, spec) in enumerate(self.given) if i in graded and spec.kind == "param"}
 
+    @property
+    def trains(self) -> bool:
+        """Whether there are gradients: without, nothing is kept that pieces would make less of."""
+        return any(end.kind == "grad" and result is not None for end, result in self.returned)
+
 
 def repeats(node: fx.Node) -> int:
     """How often an op runs in a step."""
@@ -279,10 +284,24 @@ def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
     return [() if value is None else tuple(value.shape) for value in node_values(node)]
 
 
+def tensor_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """Shapes of a node's tensor operands, and of its results."""
+    return [tuple(node_value(operand).shape) for operand in tensor_operands(node)] + result_shapes(node)
+
+
 def node_values(node: fx.Node) -> Sequence[torch.Tensor | None]:
     """The FakeTensors of all results of `node`; None for one that does not exist."""
     value = node.meta["val"]
     return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Of the results of `node` those that are tensors; none of a node without a value."""
+    return (
+        [value for value in node_values(node) if isinstance(value, torch.Tensor)]
+        if "val" in node.meta
+        else []
+    )
 
 
 def first_value(node: fx.Node) -> torch.Tensor:

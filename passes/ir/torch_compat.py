@@ -64,21 +64,6 @@ def is_profiling() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fake tensors like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0.
-
-    Its ShapeEnv is that of the symbols among the sizes, or a new one: without any Inductor passes its cache by."""
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    sizes = (size for v in values for size in v.shape if isinstance(size, torch.SymInt))
-    symbolic = next(sizes, None)
-    mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic is None else symbolic.node.shape_env)
-    mode.cache_enabled = symbolic is None  # as in `fake_tensors`
-    with mode:
-        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-
-
 def ops_run_by(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.Graph:
     """The ATen ops that `function(*fakes)` runs, in a graph, with their values: as of `make_fx`, which looks at numbers
     and Python calls too and takes twice as long. `TorchDispatchMode` since 1.13."""
@@ -111,23 +96,6 @@ def ops_run_by(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> t
         result = function(*fakes)
     graph.output(map_aggregate(result, known))
     return graph
-
-
-def fakes_on(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fakes of the sizes, strides, offsets and dtypes of `values` on `device`, of one new FakeTensorMode. Since 2.0."""
-    from torch._subclasses import FakeTensorMode
-
-    def moved(value: torch.Tensor) -> torch.Tensor:
-        shape, stride, offset = tuple(value.shape), value.stride(), value.storage_offset()
-        if not offset:
-            return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
-        # An offset decides what is aligned. The storage reaches as far as the tensor does, from its start.
-        length = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n > 1)
-        storage = torch.empty(length, dtype=value.dtype, device=device)
-        return torch.as_strided(storage, shape, stride, offset)
-
-    with FakeTensorMode(), torch.no_grad():
-        return [moved(v) for v in values]
 
 
 @contextmanager

@@ -155,18 +155,31 @@ def fakes_of(looks: Sequence[Look], symbols: SizeSymbols | None = None) -> list[
         return [made(look) for look in looks]
 
 
-def fakes_counted(
-    values: Sequence[torch.Tensor], counted: Sequence[tuple[int, int] | None]
+def fakes_on(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fakes of the sizes, strides, offsets and dtypes of `values` on `device`, of one new mode. Since 2.0."""
+    return fakes_of([(v.shape, v.stride(), int(v.storage_offset()), v.dtype, device, False) for v in values])
+
+
+def fresh_fakes(
+    values: Sequence[torch.Tensor], counted: Sequence[tuple[int, int] | None] = ()
 ) -> list[torch.Tensor]:
-    """Fakes like `values` of one new mode, where dims may have any size. counted: which dim, and a number that is the
-    same for all whose size is the same. `ignore_fresh_unbacked_symbols` since 2.4."""
+    """Fakes like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0.
+
+    Its ShapeEnv is that of the symbols among the sizes, or a new one: without any Inductor passes its cache by.
+    counted: dims that may have any size; which dim, and a number that is the same for all whose size is the same.
+    `ignore_fresh_unbacked_symbols` since 2.4.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    given = (size.node.shape_env for v in values for size in v.shape if isinstance(size, torch.SymInt))
-    env, sizes = next(given, None) or ShapeEnv(), dict[int, Any]()
+    symbolic = (size for v in values for size in v.shape if isinstance(size, torch.SymInt))
+    known = next((size.node.shape_env for size in symbolic), None)
+    env, sizes = known or ShapeEnv(), dict[int, Any]()
 
-    def made(value: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+    def made(value: torch.Tensor, place: tuple[int, int] | None) -> torch.Tensor:
+        if place is None:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        dim, number = place
         if number not in sizes:
             with env.ignore_fresh_unbacked_symbols():
                 sizes[number] = env.create_unbacked_symint()
@@ -175,10 +188,10 @@ def fakes_counted(
         order = sorted(range(value.ndim), key=lambda d: -value.stride(d))
         return torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
 
-    with FakeTensorMode(shape_env=env):
-        plain = lambda v: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-        pairs = zip(values, counted, strict=True)
-        return [plain(value) if place is None else made(value, *place) for value, place in pairs]
+    mode = FakeTensorMode(shape_env=env)
+    mode.cache_enabled = known is None  # as in `fake_tensors`
+    with mode:
+        return list(map(made, values, counted or [None] * len(values)))
 
 
 @contextmanager

@@ -58,6 +58,11 @@ class NodeLayouts:
     results: tuple[Layout, ...]
     splits: tuple[FactorSplit, ...] = ()
 
+    @property
+    def tensors(self) -> tuple[Layout, ...]:
+        """Of operands and results."""
+        return (*self.operands, *self.results)
+
 
 Assignment = Mapping[str, NodeLayouts]
 """Global node name -> layouts. `getitem` nodes are not in it: they select a result of their producer."""

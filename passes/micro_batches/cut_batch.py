@@ -30,7 +30,7 @@ from passes.layout.layout import Assignment, FactorSplit, Layout, NodeLayouts, S
 from passes.lower.rank_program import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies
-from passes.micro_batches.time_axis import TIME, batch_length, call_products, even_sizes, time_mesh, trains
+from passes.micro_batches.time_axis import TIME, batch_length, call_products, even_sizes, time_mesh
 from passes.rules.core.rule_registry import rule_for
 from passes.search.search_terms import Choose, Narrowing
 
@@ -99,7 +99,7 @@ def cut_for_stages(joint: JointGraph, count: int, *, sizes_only: bool = False) -
     for the loss alone where there is one scalar; else as it is. Raises Uncut.
 
     sizes_only: as in `cut_batch`."""
-    if not trains(joint):
+    if not joint.trains:
         return joint
     if count == 1:
         return without_usually_missing(joint)
@@ -188,14 +188,14 @@ def _reads(strategy: NodeLayouts, given: list[Layout | None]) -> bool:
 
 def first_of_each_size(graphs: Sequence[JointGraph]) -> list[int]:
     """Per graph the first whose values all have the same shapes."""
-    if len(graphs) == 1:  # of a whole batch nothing is to be compared
-        return [0]
     seen: dict[tuple[object, ...], int] = {}
     return [seen.setdefault(_shapes(graph), place) for place, graph in enumerate(graphs)]
 
 
 def piece_places(joint: JointGraph) -> list[int]:
     """Per piece the place of its size: 0 is the first piece's."""
+    if not joint.others:  # of a whole batch nothing is to be compared
+        return [0]
     firsts = first_of_each_size((joint, *joint.others))
     order = {place: number for number, place in enumerate(sorted(set(firsts)))}
     return [order[place] for place in firsts]

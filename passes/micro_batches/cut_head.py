@@ -56,8 +56,6 @@ def cut_head(joint: JointGraph, count: int) -> JointGraph:
     `joint`.
     Raises Uncut where the largest values cannot be made in pieces, or are returned.
     """
-    if count == 1:
-        return joint
     plain = without_uses(joint)
     times = head_times(plain, count)
     if times is None:

@@ -29,6 +29,7 @@ from passes.ir.joint import (
     result_shapes,
     results_nbytes,
     tensor_operands,
+    tensor_shapes,
 )
 from passes.ir.op_traits import is_view, is_zeros
 from passes.ir.op_work import class_key, global_flops
@@ -59,12 +60,14 @@ class RunTimes:
     def cut(self, joint: JointGraph) -> Iterator[tuple[tuple[int, ...], Layout, int]]:
         """Of all that is cut in time the shape, the layout, and the dim."""
         for node in joint.graph.nodes:
-            if (layouts := self.layouts.get(node.name)) is None:
-                continue
-            shapes = [*(tuple(node_value(n).shape) for n in tensor_operands(node)), *result_shapes(node)]
-            for shape, layout in zip(shapes, (*layouts.operands, *layouts.results), strict=True):
-                if (dim := layout.dim_of(TIME)) is not None:
-                    yield shape, layout, dim
+            if (layouts := self.layouts.get(node.name)) is not None:
+                yield from _cut(node, layouts)
+
+
+def _cut(node: fx.Node, layouts: NodeLayouts) -> Iterator[tuple[tuple[int, ...], Layout, int]]:
+    for shape, layout in zip(tensor_shapes(node), layouts.tensors, strict=True):
+        if (dim := layout.dim_of(TIME)) is not None:
+            yield shape, layout, dim
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ def _op_labels(node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts, calls: F
     operands = [node_value(n).shape for n in tensor_operands(node)]
     found: list[_Label] = []
     for strategy in enumerate_strategies(rule, operands, result_shapes(node), mesh, cuts=cuts):
-        if all(not layout.axes for layout in (*strategy.operands, *strategy.results)) and not strategy.splits:
+        if all(not layout.axes for layout in strategy.tensors) and not strategy.splits:
             found += [_Label("before", strategy), _Label("after", strategy)]
         elif _in_pieces(strategy, node, rule, mesh, calls):
             found.append(_Label("piece", strategy))
@@ -244,8 +247,7 @@ def _in_pieces(
     strategy: NodeLayouts, node: fx.Node, rule: OpRule, mesh: MeshSpec, calls: FakeCalls | None
 ) -> bool:
     """All run the same ops, and none reads what is another's."""
-    layouts = (*strategy.operands, *strategy.results)
-    if any(layout.has_halo or (TIME, ROUTED) in layout.partial for layout in layouts):
+    if any(layout.has_halo or (TIME, ROUTED) in layout.partial for layout in strategy.tensors):
         return False
     if _cuts_to_nothing(strategy, node, mesh):
         return False
@@ -261,12 +263,7 @@ def _in_pieces(
 def _cuts_to_nothing(strategy: NodeLayouts, node: fx.Node, mesh: MeshSpec) -> bool:
     """Whether a piece has nothing of a tensor, as of one operand of a `cat` that is cut between them: it would not run
     what makes that."""
-    shapes = [*(node_value(n).shape for n in tensor_operands(node)), *result_shapes(node)]
-    return any(
-        0 in layout.split_sizes(shape, mesh, dim)
-        for shape, layout in zip(shapes, (*strategy.operands, *strategy.results), strict=True)
-        if (dim := layout.dim_of(TIME)) is not None
-    )
+    return any(0 in layout.split_sizes(shape, mesh, dim) for shape, layout, dim in _cut(node, strategy))
 
 
 def _move(

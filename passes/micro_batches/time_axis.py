@@ -16,8 +16,8 @@ from passes.ir.joint import (
     dependents,
     map_operands,
     node_value,
-    result_shapes,
     tensor_operands,
+    tensor_shapes,
 )
 from passes.ir.op_traits import is_product
 from passes.ir.torch_compat import fake_mode_of
@@ -43,11 +43,6 @@ def batch_length(joint: JointGraph) -> int:
     """The longest first dim of the call's tensors; 0 if none has a dim."""
     shapes = (tuple(node_value(node).shape) for node in joint.given_as("input"))
     return max((shape[0] for shape in shapes if shape), default=0)
-
-
-def trains(joint: JointGraph) -> bool:
-    """Whether a call has gradients: without, nothing is kept that pieces would make less of."""
-    return any(end.kind == "grad" and result is not None for end, result in joint.returned)
 
 
 def call_products(joint: JointGraph) -> list[fx.Node]:
@@ -139,10 +134,9 @@ def _written(
         made.meta = _Meta(lambda: node_value(whole)[tuple(map(slice, shape))])
         return made
 
-    all_shapes = [*(tuple(node_value(n).shape) for n in wholes), *result_shapes(node)]
     shapes = tuple(
         layout.local_shape(shape, mesh, index)
-        for shape, layout in zip(all_shapes, (*layouts.operands, *layouts.results), strict=True)
+        for shape, layout in zip(tensor_shapes(node), layouts.tensors, strict=True)
     )
     operands = [part(*pair) for pair in zip(wholes, shapes, strict=False)]
     graph.output(on_piece(emit, node, operands, rule, layouts, mesh, index))

@@ -6,7 +6,7 @@ Each record is its own schema, which msgspec checks; `autoshard.plan.plan` write
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -140,6 +140,19 @@ class NodeRecord(Struct, frozen=True, forbid_unknown_fields=True):
     def parameter(self) -> str:
         """The name of the parameter that it is; "" of any other node."""
         return self.text.removeprefix("param ") if self.op == "param" else ""
+
+
+def made_of_parameters(records: Iterable[NodeRecord], among: Iterable[NodeRecord] | None = None) -> set[str]:
+    """Parameters, and what ops of one operand make of them: casts and views. among: of all parameters, those."""
+    own = None if among is None else {record.name for record in among}
+    found: set[str] = set()
+    for record in records:
+        sources = [operand.source for operand in record.operands]
+        if (record.op == "param" and (own is None or record.name in own)) or (
+            len(sources) == 1 and sources[0] in found
+        ):
+            found.add(record.name)
+    return found
 
 
 @dataclass(frozen=True)

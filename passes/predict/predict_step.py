@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 from torch import fx
 
 from cost_model.errors import Count, Seconds
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_group_axes, simulated_groups
 from passes.ir.graph_pass import duplicate_module
 from passes.ir.joint import CPU, JointGraph
 from passes.ir.process_state import collector_paused
@@ -28,7 +28,6 @@ from passes.predict.step_events import Axes
 from passes.rules.core.rule_registry import rules_of
 from passes.schedule.issue_order import step_places
 from passes.schedule.schedule import scheduled
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
@@ -280,7 +279,7 @@ def slowest_ranks(assignment: Assignment, mesh: MeshSpec, joint: JointGraph | No
     """
     found = {0} if joint is None else {0, *_busiest_ranks(assignment, mesh, joint)}
     for layouts in assignment.values():
-        for layout in (*layouts.operands, *layouts.results):
+        for layout in layouts.tensors:
             for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
                 sizes = sizes if halo is None else halo.sizes
                 if sizes is not None:

@@ -245,7 +245,7 @@ class _Least:
 
     def _of_product(self, node: fx.Node, option: NodeLayouts) -> int:
         """0 of what is absent, and of what may run in parts, as windows do."""
-        if not option.results or any(layout.has_halo for layout in (*option.operands, *option.results)):
+        if not option.results or any(layout.has_halo for layout in option.tensors):
             return 0
         read: dict[fx.Node, int] = {}
         for operand, layout in zip(tensor_operands(node), option.operands, strict=True):

@@ -29,7 +29,7 @@ from passes.layout.layout import Layout, Unit, joined_text, keeps_together
 from passes.rules.core.rule import OpRule
 from passes.search.find import Found, Sought, find_assignment
 from passes.strategies.cuts import ops_of
-from passes.strategies.strategies import contiguous_factors, offered_ways
+from passes.strategies.strategies import offered_ways
 
 WHOLE_AXES = 3
 """Meshes of so many axes are searched whole, however large the space."""
@@ -218,7 +218,7 @@ class SpaceSize:
 
 
 def _choices(rule: OpRule) -> int:
-    return 1 + len(contiguous_factors(rule)) + len(rule.linear)
+    return 1 + len(rule.contiguous) + len(rule.linear)
 
 
 def _strategies(choices: Choices, units: int) -> int:

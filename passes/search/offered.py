@@ -41,6 +41,8 @@ from passes.states.offers import Offers
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import OpTraffic
 
+ABSENT = NodeLayouts((), ())
+
 
 @dataclass
 class LimitedBuilder(SpaceBuilder):
@@ -67,17 +69,25 @@ class LimitedBuilder(SpaceBuilder):
     def edge_matrices(
         self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]
     ) -> list[np.ndarray]:
-        read = self.options[edge.consumer].strategies
-        in_place = [i for i, strategy in enumerate(read) if isinstance(strategy, InPlace)]
-        if not in_place:
-            return super().edge_matrices(source, edge, merges, still)
-        moved = len(read) - len(in_place)
-        sources = [s.results[edge.result] for s in self.options[edge.producer].strategies]
-        targets = [s.operands[0] for s in read]
-        over = self.priced(sources, targets[:moved], node_value(source), merges, still)
-        held = same_layout(sources, targets[moved:])
-        beside = [held, *[np.zeros(held.shape)] * (len(over) - 1)]
-        return [np.concatenate(both, axis=1) for both in zip(over, beside, strict=True)]
+        strategies, held = self.options[edge.consumer].strategies, self.options[edge.producer].strategies
+        rows = [_held(s, edge.result) for s in held]
+        columns = [_read(s, edge.operand) for s in strategies]
+        here = [i for i, layout in enumerate(rows) if layout is not None]
+        anyhow = [j for j, s in enumerate(strategies) if columns[j] is not None and not isinstance(s, _STILL)]
+        in_place = [j for j, s in enumerate(strategies) if columns[j] is not None and isinstance(s, _STILL)]
+        over = [np.zeros((len(rows), len(columns))) for _ in range(self.prices.redistributor.link_count)]
+        over[0][:, anyhow + in_place] = np.inf
+        sources = [layout for layout in rows if layout is not None]
+        targets = lambda places: [layout for j in places if (layout := columns[j]) is not None]
+        if here and anyhow:
+            moved = self.priced(sources, targets(anyhow), node_value(source), merges, still)
+            for matrix, seconds in zip(over, moved, strict=True):
+                matrix[np.ix_(here, anyhow)] = seconds
+        if here and in_place:
+            over[0][np.ix_(here, in_place)] = same_layout(sources, targets(in_place))
+        if anyhow and (for_all := [i for i in here if isinstance(held[i], _InPlaceForAll)]):
+            over[0][np.ix_(for_all, anyhow)] += same_layout([rows[i] for i in for_all], targets(anyhow))
+        return over
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,6 @@ def same_layout(sources: Sequence[Layout | None], targets: Sequence[Layout | Non
 def _or_in_place(kind: type[InPlace], option: Option) -> Option:
     in_place = tuple(kind(s.operands, s.results, s.splits) for s in option.strategies)
     return Option((*option.strategies, *in_place), np.concatenate([option.seconds, option.seconds]))
-
-
-_NOTHING = NodeLayouts((), ())
 
 
 def with_workspaces(space: SearchSpace, joint: JointGraph, prices: Prices) -> SearchSpace:
@@ -230,13 +237,10 @@ def _extended(space: SearchSpace, beside: Sequence[_Beside]) -> SearchSpace:
         space,
         problem=problem,
         names=(*space.names, *names),
-        strategies=(*space.strategies, *((_NOTHING,) * len(one.rows.usage) for one in beside)),
+        strategies=(*space.strategies, *((ABSENT,) * len(one.rows.usage) for one in beside)),
         edges=(*space.edges, *(Edge(op, 0, place, None) for op, place, _ in ends)),
         reads=(*space.reads, *((name, 0) for _, _, name in ends)),
     )
-
-
-ABSENT = NodeLayouts((), ())
 
 
 _MOST_READ, _MOST_PARAMETER, _MORE = 1 / 8, 1 / 2, 8.0
@@ -310,29 +314,6 @@ class _OfferBuilder(LimitedBuilder):
         strategies, stored = self.options[self.index[node]].strategies, OpTraffic(flow.reads, writes=True)
         priced = lambda traffic: self.prices.strategy_seconds(node, rule_for(node), strategies, traffic)
         return repeats(node) * np.maximum(priced(stored) - priced(flow), 0.0)
-
-    def edge_matrices(
-        self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]
-    ) -> list[np.ndarray]:
-        strategies, held = self.options[edge.consumer].strategies, self.options[edge.producer].strategies
-        rows = [_held(s, edge.result) for s in held]
-        columns = [_read(s, edge.operand) for s in strategies]
-        here = [i for i, layout in enumerate(rows) if layout is not None]
-        anyhow = [j for j, s in enumerate(strategies) if columns[j] is not None and not isinstance(s, _STILL)]
-        in_place = [j for j, s in enumerate(strategies) if columns[j] is not None and isinstance(s, _STILL)]
-        over = [np.zeros((len(rows), len(columns))) for _ in range(self.prices.redistributor.link_count)]
-        over[0][:, anyhow + in_place] = np.inf
-        sources = [layout for layout in rows if layout is not None]
-        targets = lambda places: [layout for j in places if (layout := columns[j]) is not None]
-        if here and anyhow:
-            moved = self.priced(sources, targets(anyhow), node_value(source), merges, still)
-            for matrix, seconds in zip(over, moved, strict=True):
-                matrix[np.ix_(here, anyhow)] = seconds
-        if here and in_place:
-            over[0][np.ix_(here, in_place)] = same_layout(sources, targets(in_place))
-        if anyhow and (for_all := [i for i in here if isinstance(held[i], _InPlaceForAll)]):
-            over[0][np.ix_(for_all, anyhow)] += same_layout([rows[i] for i in for_all], targets(anyhow))
-        return over
 
 
 _STILL = (InPlace, OneOf)

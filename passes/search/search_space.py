@@ -100,7 +100,7 @@ class SearchSpace:
 
 
 def _is_whole(strategy: NodeLayouts) -> bool:
-    return not any(layout.axes or layout.partial for layout in (*strategy.operands, *strategy.results))
+    return not any(layout.axes or layout.partial for layout in strategy.tensors)
 
 
 def distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:

@@ -93,7 +93,7 @@ def stays(held: Layout, read: Layout, axes: Iterable[str]) -> bool:
 
 def _signature(strategy: NodeLayouts) -> Hashable:
     """What of a strategy does not depend on sizes: the axes of every dim, and what is pending."""
-    return tuple((layout.dims, layout.partial) for layout in (*strategy.operands, *strategy.results))
+    return tuple((layout.dims, layout.partial) for layout in strategy.tensors)
 
 
 @dataclass(frozen=True)

@@ -7,57 +7,25 @@ one, the group exchanges and goes on. Sums are taken in rank order. A group is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_group_axes, simulated_group_name
 from passes.ir.process_state import autocast_off
 from passes.ops.collective_ops import exchange_rows
 from passes.simulate.reference import seeded_call
 
 Observer = Callable[[int, fx.Node, Any], None]
 
-_PREFIX = "axes:"
 c10d = torch.ops._c10d_functional
 
 
 class LockstepError(AssertionError):
     """The ranks' graphs disagree: for real, they would hang or exchange garbage."""
-
-
-def simulated_group_name(axes: Sequence[str]) -> str:
-    """The name by which the simulator knows the group over `axes`, in that order."""
-    return _PREFIX + ",".join(axes)
-
-
-def simulated_group_axes(name: str) -> tuple[str, ...]:
-    """Inverse of `simulated_group_name`."""
-    return tuple(name.removeprefix(_PREFIX).split(","))
-
-
-@dataclass(frozen=True)
-class _SimulatedGroups(Mapping[tuple[str, ...], str]):
-    mesh: MeshSpec
-
-    def __getitem__(self, axes: tuple[str, ...]) -> str:
-        if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(self.mesh.names):
-            raise KeyError(axes)
-        return simulated_group_name(axes)
-
-    def __iter__(self) -> Iterator[tuple[str, ...]]:
-        return iter((name,) for name in self.mesh.names)
-
-    def __len__(self) -> int:
-        return len(self.mesh.names)
-
-
-def simulated_groups(mesh: MeshSpec) -> Mapping[tuple[str, ...], str]:
-    """Any non-empty tuple of the mesh's axes -> its simulated name. Iterates over single axes only."""
-    return _SimulatedGroups(mesh)
 
 
 @dataclass(frozen=True)
@@ -123,7 +91,7 @@ def _run_rank(rank: int, graph: fx.GraphModule, inputs: Sequence[Any], observe: 
 def _call(interpreter: fx.Interpreter, node: fx.Node) -> _Call:
     args, kwargs = interpreter.fetch_args_kwargs_from_env(node)
     tensor, *rest, group = (*args, *kwargs.values())
-    if not isinstance(group, str) or not group.startswith(_PREFIX):
+    if not isinstance(group, str) or not group.startswith(simulated_group_name(())):
         raise LockstepError(f"%{node.name}: {group!r} is not a simulated group, such as 'axes:dp,tp'")
     # As on ranks, whose collectives send an operand in order however a kernel laid it out.
     return _Call(node, tensor.contiguous(), tuple(rest), simulated_group_axes(group))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph, node_value, node_values, result_index, result_shapes, tensor_operands
+from passes.ir.joint import JointGraph, node_value, node_values, result_index, tensor_operands, tensor_shapes
 from passes.ir.op_traits import is_use
 from passes.layout.layout import (
     JoinedAxes,
@@ -37,7 +37,7 @@ from passes.layout.layout import (
 )
 from passes.layout.windows import Window
 from passes.rules.check.first_use import tried_rule
-from passes.rules.core.rule import OpRule
+from passes.rules.core.rule import Dim, OpRule
 
 Spans = tuple[Span, ...]
 Place = tuple[int, tuple[str, ...]]
@@ -126,17 +126,15 @@ class _Finder:
 
     def follow(self, node: fx.Node, rule: OpRule) -> None:
         """What the op makes of the sizes known for its operands' dims, and the units of its products."""
-        shapes = [tuple(node_value(n).shape) for n in tensor_operands(node)] + result_shapes(node)
-        tensors = (*rule.operands, *rule.results)
+        tensors = zip(rule.operands_and_results, tensor_shapes(node), strict=True)
         dims = [
             (t, d, dim, length)
-            for t, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True))
+            for t, (tensor, shape) in enumerate(tensors)
             for d, (dim, length) in enumerate(zip(tensor, shape, strict=True))
         ]
         for _, _, dim, length in dims:
-            large = [rule.sizes[f] for f in dim if rule.sizes[f] > 1]
-            if len(large) > 1:
-                self.units.setdefault(length, set()).add(math.prod(large[1:]))
+            if len(dim) > 1 and (inner := rule.large(dim)[1:]):
+                self.units.setdefault(length, set()).add(math.prod(rule.sizes[factor] for factor in inner))
         if not self.sizes:
             return
         for t, d, dim, length in dims:
@@ -146,9 +144,9 @@ class _Finder:
             if t >= len(rule.operands) and (t, d) not in rule.windows:
                 self._leave(rule, dim, length)
 
-    def _enter(self, rule: OpRule, at: tuple[int, int], dim: Sequence[str], length: int) -> None:
+    def _enter(self, rule: OpRule, at: tuple[int, int], dim: Dim, length: int) -> None:
         """Sizes of an operand's dim, as sizes of its first factor."""
-        head = next((f for f in dim if rule.sizes[f] > 1), None)
+        head = rule.head(dim)
         if head is None:
             return
         window, size = rule.windows.get(at), rule.sizes[head]
@@ -160,9 +158,9 @@ class _Finder:
             elif all(part % (length // size) == 0 for part in sizes):
                 self._know((size, axes), [part // (length // size) for part in sizes])
 
-    def _leave(self, rule: OpRule, dim: Sequence[str], length: int) -> None:
+    def _leave(self, rule: OpRule, dim: Dim, length: int) -> None:
         """Sizes of a factor, as sizes of a result's dim that it is the first of."""
-        head = next((f for f in dim if rule.sizes[f] > 1), None)
+        head = rule.head(dim)
         if head is None or rule.sizes[head] == length:
             return
         inner = length // rule.sizes[head]

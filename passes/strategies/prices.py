@@ -287,9 +287,9 @@ class Prices:
             return None
         (axes,) = (split.axes for split in strategy.splits if split.factor == exchange.factor)
         values = [*map(node_value, tensor_operands(node)), *node_values(node)]
-        layouts = (*strategy.operands, *strategy.results)
         part = lambda t: (
-            math.prod(layouts[t].max_local_shape(values[t].shape, self.mesh)) * values[t].element_size()
+            math.prod(strategy.tensors[t].max_local_shape(values[t].shape, self.mesh))
+            * values[t].element_size()
         )
         return exchange, axes, lambda tensors: sum(map(part, tensors))
 

@@ -61,9 +61,9 @@ def enumerate_strategies(
     found: dict[Hashable, NodeLayouts] = {}
     shared: dict[Hashable, Any] = {}
     for way in [way for way in rule.ways if way.exchange is None] if ways is None else ways:
-        legal = contiguous_factors(way)
         offered = _Offered(way, mesh, cuts, wider or {}, any_order, shared)
         maker = _Maker(way, [*operand_shapes, *result_shapes], mesh, shared)
+        legal = way.contiguous
         per_unit = [_unit_choices(unit, legal, way) for unit in in_units(mesh.real_axes(), joined)]
         for choices in itertools.product(*per_unit):
             for splits in offered.splits(choices):
@@ -85,16 +85,6 @@ def offered_ways(rule: OpRule, mesh: MeshSpec, in_parts: bool) -> list[OpRule]:
         return fine and (way.exchange is None or in_parts)
 
     return list(filter(is_offered, rule.ways))
-
-
-def contiguous_factors(rule: OpRule) -> tuple[str, ...]:
-    """Factors whose shards are contiguous in every dim they appear in: first of size > 1 there."""
-    hidden: set[str] = set()
-    for tensor in (*rule.operands, *rule.results):
-        for dim in tensor:
-            large = [f for f in dim if rule.sizes[f] > 1]
-            hidden.update(large[1:])
-    return tuple(f for f in rule.splittable if f not in hidden)
 
 
 def _unit_choices(axes: Unit, factors: Sequence[str], rule: OpRule) -> list[_Choice]:
@@ -193,7 +183,7 @@ class _Maker:
         rule, found = self.rule, []
         first: dict[Hashable, int] = {}
         for t, dims in enumerate(rule.operands_and_results):
-            heads = tuple(next((f for f in dim if rule.sizes[f] > 1), None) for dim in dims)
+            heads = tuple(map(rule.head, dims))
             kept = {factor for dim in dims for factor in dim}
             summed = () if t < len(rule.operands) else rule.reductions.items()
             windowed = t if any(place[0] == t for place in rule.windows) else None

@@ -10,10 +10,9 @@ from torch import Tensor, fx, nn
 
 from autoshard import find_plan
 from autoshard.planning import canonical_capture
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 
 __all__ = ["check_joined", "ops_of", "program_of"]

@@ -8,14 +8,13 @@ from torch import nn
 
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_group_axes, simulated_groups
 from cost_model.timed import KernelKey, KernelWork
 from passes.compile import single_kernel
 from passes.compile.compile_graph import compile_graph
 from passes.compile.single_kernel import compile_group, kernel_graph, repeated_kernel
 from passes.lower.rank_program import rank_program
 from passes.predict.step_work import KernelCase, OpCall, Operand, TensorLook, step_work
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from tests.profiles import slow_compute
 
 CPU = torch.device("cpu")

@@ -14,12 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planning import canonical_capture
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.compile.join_kernels import JoinKernels
 from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
-from passes.simulate.lockstep import simulated_groups
 from tests.compile.joined import check_joined, ops_of, program_of
 from tests.profiles import slow_compute
 from tests.spatial.restricted import restricted

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import FakeCalls
 from passes.ir.op_traits import op_signature
-from passes.ir.torch_compat import fresh_fakes
 from passes.ir.torch_dispatch import copied_node
+from passes.ir.torch_sizes import fresh_fakes
 from passes.lower.partition import _Writer, _Written, partition
 from passes.redistribution.redistribute import Redistributor
-from passes.simulate.lockstep import simulated_groups
 from tests.models import SwiGLU
 from tests.redistribution.layouts import link_prices
 from tests.schedule.planned import joint_of, random_assignment, unmerged

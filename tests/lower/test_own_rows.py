@@ -16,6 +16,7 @@ from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.judged import prices_of
 from autoshard.planning import canonical_capture
 from autoshard.verification.part_errors import shard_of
+from cost_model.mesh import simulated_groups
 from cost_model.profile import Profile
 from passes.ir.graph_pass import tensor_at
 from passes.ir.joint import JointGraph, ops_by_phase
@@ -29,7 +30,6 @@ from passes.plan.planned_graph import PlannedGraph
 from passes.schedule.schedule import behind_ids, scheduled
 from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Narrowing, boundary_of
-from passes.simulate.lockstep import simulated_groups
 from passes.states.compute_again import compute_again
 from tests.schedule.planned import run_phases, shards
 

@@ -10,7 +10,7 @@ import torch
 from autoshard.plan.judged import judged, prices_of
 from autoshard.profiling.startup import nominal_profile
 from autoshard.runtime.sharding import shard_of
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment, NodeLayouts
 from passes.lower.piecewise import RankPieces, pieces_of
@@ -18,7 +18,6 @@ from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch, first_of_each_size, layouts_like
 from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import Narrowing, boundary_of
-from passes.simulate.lockstep import simulated_groups
 from passes.simulate.reference import graph_values
 from tests.micro_batches.test_in_pieces import MODELS, model_and_values
 from tests.verification.one_stage import simulate_pieces

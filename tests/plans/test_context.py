@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.planning import canonical_capture
+from cost_model.mesh import simulated_groups
 from cost_model.profile import Profile
 from passes.layout.layout import RING
 from passes.lower.partition import partition
 from passes.redistribution.steps import HaloExchange, HaloReduce, Step
-from passes.simulate.lockstep import simulated_groups
 from tests.plans.patterns import OneHead
 from tests.profiles import slow_compute
 

@@ -15,11 +15,11 @@ from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError,
 from autoshard.plan.micro_batches import fastest_in_pieces
 from autoshard.planning import canonical_capture
 from cost_model.deadline import Deadline
+from cost_model.mesh import simulated_groups
 from passes.capture import Captured
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch
-from passes.simulate.lockstep import simulated_groups
 from tests.micro_batches.test_in_pieces import MODELS
 from tests.profiles import slow_compute
 

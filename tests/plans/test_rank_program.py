@@ -17,11 +17,12 @@ from autoshard.planning import canonical_capture
 from autoshard.reporting.report_steps import axes_by_group
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.session import Session
+from cost_model.mesh import simulated_group_name
 from passes.lower.phases import Phases
 from passes.plan.decide import decide
 from passes.plan.planned_graph import PlannedGraph
 from passes.redistribution.lower_redistribute import collective_nodes
-from passes.simulate.lockstep import simulate, simulated_group_name
+from passes.simulate.lockstep import simulate
 from tests.api.programs import assert_close, parallel
 from tests.plans.two_prices import (
     AXES,

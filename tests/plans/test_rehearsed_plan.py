@@ -16,8 +16,8 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import keep_plan, keep_rehearsal, kept_plan, kept_rehearsal
 from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.task import search_plan
+from cost_model.measurements import paced
 from cost_model.mesh import MeshSpec
-from cost_model.profile import paced
 from tests.profiles import slow_compute
 from tests.refine.tasks import task
 

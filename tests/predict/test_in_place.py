@@ -9,12 +9,12 @@ from torch.distributed.tensor import Replicate
 
 from autoshard import MeshSpec, find_plan
 from autoshard.planning import canonical_capture
+from cost_model.mesh import simulated_groups
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.memory_walk import memory_walk
 from passes.predict.prediction import MemoryWalk
 from passes.predict.step_events import copied_share, in_place
-from passes.simulate.lockstep import simulated_groups
 from passes.strategies.traffic import eager_traffic, fused_traffic
 
 MESH = MeshSpec({"dp": 2})

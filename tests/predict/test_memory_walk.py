@@ -13,12 +13,12 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.planning import canonical_capture
 from autoshard.reporting.recorder import SeenWhole
 from autoshard.reporting.tracks import held_nbytes, run_peaks
+from cost_model.mesh import simulated_groups
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.memory_walk import memory_walk
 from passes.predict.prediction import KINDS, LiveValue, MemoryStep, MemoryWalk
 from passes.predict.workspaces import workspaces_on
-from passes.simulate.lockstep import simulated_groups
 from passes.strategies.traffic import eager_traffic, fused_traffic
 
 ONE = MeshSpec({"dp": 1})

@@ -14,6 +14,7 @@ from autoshard import MeshSpec, Plan, Profile, find_plan
 from autoshard.plan.judged import prices_of
 from cost_model.compute import ComputePrices
 from cost_model.measurements import DeviceRates, Lateness, MatmulRates
+from cost_model.mesh import simulated_group_axes, simulated_groups
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.phases import Backward, Phases
@@ -24,7 +25,6 @@ from passes.predict.predict_step import predicted_step, slowest_ranks
 from passes.predict.prediction import Prediction
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
 from tests.profiles import slow_compute

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import fx
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.lower.partition import RankGraph
 from passes.lower.piecewise import pieces_of
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.predict.predict_program import trained_by
 from passes.predict.predict_step import predict_stage
-from passes.simulate.lockstep import simulated_groups
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 
 

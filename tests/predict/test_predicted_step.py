@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment
 from passes.lower.rank_program import rank_program
@@ -18,7 +18,6 @@ from passes.plan.decide import decide
 from passes.plan.planned_graph import NodeRecord, PlannedGraph
 from passes.predict import predict_step
 from passes.predict.predict_step import Orders, StepInOrders, predicted_step
-from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic, fused_traffic
 from tests.predict.test_predict import round_prices

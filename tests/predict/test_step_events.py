@@ -7,12 +7,12 @@ from torch import fx
 
 from autoshard import MeshSpec
 from cost_model.compute import ComputePrices
+from cost_model.mesh import simulated_group_axes, simulated_groups
 from cost_model.profile import Profile
 from passes.layout.layout import Layout
 from passes.predict.step_events import COLLECTIVE_KINDS, StepEvents, copies_of_collectives
 from passes.redistribution.lower_redistribute import emit
 from passes.redistribution.redistribute import Redistributor
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import fused_traffic
 from tests.predict.test_predict import PerByte, round_prices

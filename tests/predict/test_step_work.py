@@ -11,12 +11,11 @@ from torch import nn
 from autoshard.plan.judged import prices_of
 from autoshard.plan.plan import Plan
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_group_axes, simulated_groups
 from passes.ir.joint import JointGraph
 from passes.lower.rank_program import rank_program
 from passes.predict.predict_program import predict_phases
 from passes.predict.step_work import StepWork, step_work
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from tests.profiles import slow_compute
 
 MESH = MeshSpec({"x": 2})

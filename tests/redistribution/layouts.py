@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.layout.layout import Layout
 from passes.redistribution.lower_redistribute import emit
 from passes.redistribution.steps import Redistribution
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 
 
 @dataclass(frozen=True)

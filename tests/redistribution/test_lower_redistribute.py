@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import fx
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.layout.layout import Layout
 from passes.redistribution.lower_redistribute import collective_nodes, emit
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import CollectiveSeconds
-from passes.simulate.lockstep import simulated_groups
 from tests.redistribution.layouts import (
     StartPrices,
     creatable,

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import fx
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_values, result_shapes, tensor_operands
 from passes.ir.op_work import global_flops
-from passes.ir.torch_compat import fresh_fakes
+from passes.ir.torch_sizes import fresh_fakes
 from passes.layout.layout import KEYS, RING, Layout, NodeLayouts
 from passes.lower.partition import partition
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from passes.strategies.strategies import enumerate_strategies
 from tests.rules.registered import Draw, aten
 from tests.schedule.planned import unmerged

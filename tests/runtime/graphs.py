@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
-from passes.ir.torch_compat import fake_mode_of, fresh_fakes
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_sizes import fresh_fakes
 
 __all__ = ["Local", "joint_graph", "joint_of"]
 

@@ -11,12 +11,11 @@ from autoshard.plan.plan_fits import runnable
 from autoshard.planning import canonical_capture, find_plan
 from autoshard.runtime.leaves import CallEnds
 from autoshard.runtime.sized_code import Lowered, SizedPhases
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.size_names import SizeNames
 from passes.ir.sized_graph import SizedJoint, same_nodes
 from passes.ir.torch_sizes import SizeSymbols, evaluation, symbolic_sizes
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 from tests.runtime.test_sized_calls import batch, made
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard.planning import canonical_capture
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import JointGraph, node_value, result_index, tensor_operands
 from passes.layout.layout import Assignment, Layout, NodeLayouts
 from passes.lower.partition import partition
@@ -30,7 +30,7 @@ from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.issue_order import IssueOrder, issue_order
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from passes.strategies.strategies import enumerate_strategies
 from tests.redistribution.layouts import cut, link_prices, random_layout
 

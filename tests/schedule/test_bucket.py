@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.plan.judged import prices_of
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment, Layout
@@ -30,7 +30,7 @@ from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 from passes.search.find import Sought, find_assignment
 from passes.search.search_terms import boundary_of
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from passes.strategies.prices import Prices
 from tests.models import SwiGLU
 from tests.profiles import slow_compute

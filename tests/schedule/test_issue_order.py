@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.layout.layout import Assignment, Layout
 from passes.lower.partition import partition
@@ -19,7 +19,7 @@ from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.issue_order import issue_order, place_behind
 from passes.schedule.overlap import Overlap
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from tests.golden import Golden
 from tests.models import SwiGLU
 from tests.redistribution.layouts import link_prices

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_group_axes
 from passes.ir.joint import JointGraph
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import SerializeCommunicators
-from passes.simulate.lockstep import simulated_group_axes
 from tests.models import SwiGLU
 from tests.schedule.planned import joint_of, lowered, random_assignment, run_phases, shards, values_of
 

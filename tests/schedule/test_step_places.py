@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.plan.judged import prices_of
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Assignment, Layout
@@ -21,7 +21,7 @@ from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.overlap import IN_TURN, Overlap
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from tests.schedule.planned import (
     followed_assignment,
     joint_of,

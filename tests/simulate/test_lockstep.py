@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from cost_model.mesh import MeshSpec
-from passes.simulate.lockstep import LockstepError, simulate, simulated_group_name, simulated_groups
+from cost_model.mesh import MeshSpec, simulated_group_name, simulated_groups
+from passes.simulate.lockstep import LockstepError, simulate
 
 c10d = torch.ops._c10d_functional
 MESH = MeshSpec({"dp": 2, "tp": 2})

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
 from autoshard.planning import canonical_capture
+from cost_model.mesh import simulated_groups
 from passes.lower.op_on_rank import in_parts
 from passes.lower.rank_program import rank_program
-from passes.simulate.lockstep import simulated_groups
 from tests.one_search import ONE_SEARCH
 from tests.profiles import slow_compute
 from tests.spatial.networks import network

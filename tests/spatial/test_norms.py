@@ -17,12 +17,11 @@ from autoshard import Plan, autoshard
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.planning import canonical_capture
 from autoshard.verification.simulated_step import held_value
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.layout.layout import Layout, NodeLayouts
 from passes.lower.piecewise import one_piece
 from passes.lower.rank_program import rank_program
 from passes.rules.core.rule import OpRule
-from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.restricted import Keep, restricted

@@ -7,9 +7,8 @@ import torch
 from torch import fx, nn
 
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.lower.rank_program import rank_program
-from passes.simulate.lockstep import simulated_groups
 from passes.strategies import traffic as fused_groups
 from passes.strategies.traffic import fused_group, fused_traffic, grouped_traffic
 from tests.profiles import slow_compute

@@ -7,13 +7,12 @@ import torch
 from torch import fx, nn
 
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_work import kernel_form, kernel_key, local_key, may_be_timed
 from passes.layout.layout import Assignment
 from passes.lower.rank_program import rank_program
-from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 
 aten = torch.ops.aten

@@ -8,11 +8,10 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.planning import canonical_capture, find_plan
-from cost_model.mesh import MeshSpec
+from cost_model.mesh import MeshSpec, simulated_groups
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_work import routed_products
 from passes.lower.rank_program import rank_program
-from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import local_work, product_groups
 from passes.strategies.traffic import eager_traffic
 from tests.profiles import slow_compute

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.judged import prices_of
 from cost_model.memory import format_seconds
+from cost_model.mesh import simulated_group_axes, simulated_groups
 from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.capture import capture
@@ -25,7 +26,6 @@ from passes.plan.decide import decide
 from passes.plan.describe import short_dtype
 from passes.predict.predict_program import predict_phases
 from passes.rules.core.rule_registry import rule_for
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 from tests.profiles import slow_compute

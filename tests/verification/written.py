@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from passes.ir.joint import FakeCalls, GraphInput, GraphOutput, JointGraph
-from passes.ir.torch_compat import fake_mode_of, fresh_fakes
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_sizes import fresh_fakes
 
 
 @dataclass

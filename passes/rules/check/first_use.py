@@ -172,7 +172,7 @@ def _row(trial: Trial) -> str:
 
     def term(index: int) -> str:
         dims = rule.operands_and_results[index]
-        firsts = [next((f for f in dim if rule.sizes[f] > 1), None) for dim in dims]
+        firsts = map(rule.head, dims)
         axes = lambda factor: [n for n, c in zip("xy", trial.chosen, strict=False) if c.factor == factor]
         split = ["@" + ",".join(axes(f)) if f is not None and axes(f) else "-" for f in firsts]
         pending = trial.pending(dims) if index >= count else dict.fromkeys(trial.partial_axes(index), "sum")

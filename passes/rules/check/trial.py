@@ -64,14 +64,9 @@ def choices(rule: OpRule, axes: int) -> Iterator[tuple[Choice, ...]]:
 
     A factor may be split only where it is the first of size above 1 in every dim it is part of.
     """
-    hidden = {f for t in (*rule.operands, *rule.results) for dim in t for f in _large(rule, dim)[1:]}
-    options = [Choice(), *(Choice(factor=f) for f in rule.splittable if f not in hidden)]
+    options = [Choice(), *(Choice(factor=f) for f in rule.contiguous)]
     options += [Choice(linear=members) for members in rule.linear]
     return itertools.product(options, repeat=axes)
-
-
-def _large(rule: OpRule, dim: Dim) -> list[str]:
-    return [f for f in dim if rule.sizes[f] > 1]
 
 
 @dataclass(frozen=True)
@@ -127,9 +122,9 @@ class Trial:
     def _spans(self, tensor: int, shape: Sequence[int], rank: Coordinate) -> tuple[Span, ...]:
         """What `rank` has of a tensor, counted through operands and results; modulo the dims' lengths."""
         spans: list[Span] = []
-        dims = (*self.rule.operands, *self.rule.results)[tensor]
+        dims = self.rule.operands_and_results[tensor]
         for d, (dim, length) in enumerate(zip(dims, shape, strict=True)):
-            large = _large(self.rule, dim)
+            large = self.rule.large(dim)
             window = self.rule.windows.get((tensor, d))
             if window is not None and self._axes(dim[0]):
                 spans.append(window.reads(*self.interval(dim[0], rank)))

@@ -216,6 +216,21 @@ class OpRule:
         seen |= dict.fromkeys(self.by_expert)
         return tuple(f for f in seen if f not in self.whole and self.sizes[f] > 1)
 
+    @property
+    def contiguous(self) -> tuple[str, ...]:
+        """`splittable` factors whose shards are contiguous in every dim they appear in: its heads."""
+        dims = (dim for tensor in self.operands_and_results for dim in tensor if len(dim) > 1)
+        inner = {factor for dim in dims for factor in self.large(dim)[1:]}
+        return tuple(factor for factor in self.splittable if factor not in inner)
+
+    def large(self, dim: Dim) -> list[str]:
+        """The factors of a dim that are of size > 1."""
+        return [factor for factor in dim if self.sizes[factor] > 1]
+
+    def head(self, dim: Dim) -> str | None:
+        """The first of these, by which the dim is split."""
+        return next((factor for factor in dim if self.sizes[factor] > 1), None)
+
 
 @dataclass(frozen=True)
 class TensorInfo:

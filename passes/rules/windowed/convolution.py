@@ -22,21 +22,18 @@ from passes.rules.core.assemble import (
     rule_of,
 )
 from passes.rules.core.rule import Dim, LocalContext, OpCall, OpRule
-from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_factor, unpad_space
+from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_factor, unpad_space, windows_of
 
 ConvolutionWindow = SlidingWindow | TransposedWindow
 
 
-def windows_of(
-    lengths: Sequence[int], kernel: Sequence[int], transposed: bool, *lists: Sequence[int]
-) -> tuple[ConvolutionWindow, ...]:
-    """One per dim of space. lengths: of what is seen through them. lists: stride, dilation and padding."""
-    make = TransposedWindow if transposed else SlidingWindow
-    each = zip(lengths, kernel, *(per_dim(values, len(kernel)) for values in lists), strict=True)
-    return tuple(make(*numbers) for numbers in each)
+def _windows(call: OpCall, lengths: Sequence[int], transposed: bool) -> list[ConvolutionWindow]:
+    """One per dim of space. lengths: of what is seen through them."""
+    make, kernel = TransposedWindow if transposed else SlidingWindow, call.tensor("weight").shape[2:]
+    return windows_of(make, lengths, kernel, call["stride"], call["dilation"], call["padding"])
 
 
-def sides(site: Site[ConvolutionWindow]) -> list[tuple[int, int]]:
+def _sides(site: Site[ConvolutionWindow]) -> list[tuple[int, int]]:
     """Per dim of space, what to pad at both ends (or cut, where negative) since the op is not to: of a sliding
     window's operand, or of what comes out of the op on what a transposed window reads."""
     found = [(0, 0)] * len(site.windows)
@@ -50,11 +47,7 @@ def sides(site: Site[ConvolutionWindow]) -> list[tuple[int, int]]:
     return found
 
 
-def reads_nothing(site: Site[ConvolutionWindow]) -> bool:
-    return 0 in site.input_lengths
-
-
-def local_arguments(site: Site[ConvolutionWindow]) -> dict[str, Any]:
+def _arguments(site: Site[ConvolutionWindow]) -> dict[str, Any]:
     """The op's arguments on this rank that are no tensors; dims that are split are not padded by the op."""
     ctx, split = site.ctx, site.split
     changes: dict[str, Any] = {"groups": argument(ctx, "groups")}
@@ -83,7 +76,7 @@ class _Dims:
     channels: tuple[Dim, ...]
     sizes: dict[str, int]
     whole: tuple[str, ...]
-    windows: tuple[ConvolutionWindow, ...]
+    windows: Sequence[ConvolutionWindow]
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
 
@@ -103,12 +96,7 @@ class _Dims:
             channels=(("g", "o"),),
             sizes={"g": groups, "i": inner, "o": outer},
             whole=("i", "o") if groups > 1 else (),
-            windows=windows_of(
-                call.tensor("input").shape[2:],
-                weight.shape[2:],
-                bool(call["transposed"]),
-                *(call[name] for name in ("stride", "dilation", "padding")),
-            ),
+            windows=_windows(call, call.tensor("input").shape[2:], bool(call["transposed"])),
             lengths=call.tensor("input").shape[2:],
             counts=result.shape[2:],
         )
@@ -139,17 +127,17 @@ def convolution(call: OpCall) -> OpRule:
 
 
 def _convolution(site: Site[ConvolutionWindow], transposed: bool) -> fx.Node:
-    ctx, arguments = site.ctx, local_arguments(site)
+    ctx, arguments = site.ctx, _arguments(site)
     bias = argument(ctx, "bias") if first_part(ctx, "i") else None
     if not transposed:
-        x = pad_space(ctx, argument(ctx, "input"), sides(site))
+        x = pad_space(ctx, argument(ctx, "input"), _sides(site))
         return again(ctx, input=x, bias=bias, **arguments)
     if not site.split:
         return again(ctx, bias=bias, **arguments)
-    if reads_nothing(site):
+    if 0 in site.input_lengths:
         result = constant(ctx, 0)
     else:
-        result = pad_space(ctx, again(ctx, bias=None, **arguments), sides(site))
+        result = pad_space(ctx, again(ctx, bias=None, **arguments), _sides(site))
     if bias is None:
         return result
     shaped = ctx.call(aten.view.default, bias, [-1, *[1] * len(site.windows)])
@@ -197,12 +185,7 @@ def _input_gradient_by_positions(call: OpCall, named: _Dims) -> OpRule:
     plain = tuple((_position(d),) for d in range(len(named.windows)))
     output, input_ = ((*dims[:2], *plain) for dims in (named.output, named.input))
     # What positions of the input's gradient read of the output's: of a convolution the transposed windows.
-    windows = windows_of(
-        named.counts,
-        call.tensor("weight").shape[2:],
-        not call["transposed"],
-        *(call[name] for name in ("stride", "dilation", "padding")),
-    )
+    windows = _windows(call, named.counts, not call["transposed"])
     nothing: tuple[Dim, ...] = ()
     return neutral_where_empty(
         rule_of(
@@ -220,12 +203,12 @@ def _input_gradient_by_positions(call: OpCall, named: _Dims) -> OpRule:
 
 
 def _by_positions(site: Site[ConvolutionWindow]) -> fx.Node | tuple[fx.Node | None, ...]:
-    ctx, changes = site.ctx, local_arguments(site)
+    ctx, changes = site.ctx, _arguments(site)
     if not site.split:
         return again(ctx, **changes)
-    if reads_nothing(site):
+    if 0 in site.input_lengths:
         return (constant(ctx, 0), None, None)
-    before, after = sides(site), [(0, 0)] * len(site.windows)
+    before, after = _sides(site), [(0, 0)] * len(site.windows)
     if not isinstance(site.windows[0], SlidingWindow):
         before, after = after, before
     grad = pad_space(ctx, argument(ctx, "grad_output"), before)
@@ -239,7 +222,7 @@ def _by_positions(site: Site[ConvolutionWindow]) -> fx.Node | tuple[fx.Node | No
 def _convolution_backward(
     site: Site[ConvolutionWindow], transposed: bool
 ) -> fx.Node | tuple[fx.Node | None, ...]:
-    ctx, changes = site.ctx, local_arguments(site)
+    ctx, changes = site.ctx, _arguments(site)
     mask, grad = argument(ctx, "output_mask"), argument(ctx, "grad_output")
 
     def total() -> fx.Node | None:
@@ -247,13 +230,13 @@ def _convolution_backward(
         all_but_channels = [0, *range(2, 2 + len(site.windows))]
         return ctx.call(aten.sum.dim_IntList, grad, all_but_channels) if mask[2] else None
 
-    if is_empty(ctx, "i") or (transposed and reads_nothing(site)):
+    if is_empty(ctx, "i") or (transposed and 0 in site.input_lengths):
         return (*(constant(ctx, 0, i) if mask[i] else None for i in (0, 1)), total())
     if argument(ctx, "bias_sizes") is not None and mask[2]:
         changes["bias_sizes"] = ctx.result_shape(2)
     if not site.split:
         return again(ctx, **changes)
-    padding = sides(site)
+    padding = _sides(site)
     if not transposed:
         given = mask[1] or mask[2]
         x = pad_space(ctx, argument(ctx, "input"), padding) if given else site.empty_padded(grad, padding)

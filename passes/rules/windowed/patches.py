@@ -15,7 +15,15 @@ from passes.layout.layout import Span
 from passes.layout.windows import SlidingWindow
 from passes.rules.core.assemble import again, argument, empty_safe, rule_of, whole_rule
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
-from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_dims, space_factor, unpad_space
+from passes.rules.windowed.windowed import (
+    Site,
+    pad_space,
+    per_dim,
+    space_dims,
+    space_factor,
+    unpad_space,
+    windows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,8 @@ def _patches(call: OpCall, plane: int) -> OpRule:
 
 def _geometry(call: OpCall, shape: tuple[int, ...]) -> tuple[list[SlidingWindow], list[int]]:
     """Per dim of a plane of `shape` its window, and how many patches there are."""
-    lists = (per_dim(call[name], _SPACE) for name in ("kernel_size", "stride", "dilation", "padding"))
-    windows = [SlidingWindow(*numbers) for numbers in zip(shape[-_SPACE:], *lists, strict=True)]
+    lists = (call[name] for name in ("kernel_size", "stride", "dilation", "padding"))
+    windows = windows_of(SlidingWindow, shape[-_SPACE:], *lists)
     spans = [w.length + 2 * w.before - w.dilation * (w.kernel - 1) - 1 for w in windows]
     return windows, [span // w.stride + 1 for span, w in zip(spans, windows, strict=True)]
 

@@ -25,20 +25,18 @@ from passes.rules.windowed.windowed import (
     mixed,
     mixed_back,
     pad_space,
-    per_dim,
     relocated,
     unpad_space,
     windowed,
+    windows_of,
 )
 
 _Pool = Site[SlidingWindow]
 
 
 def _windows(call: OpCall, lengths: Sequence[int], counts: Sequence[int]) -> list[SlidingWindow]:
-    kernel, space = call["kernel_size"], len(lengths)
-    lists = (kernel, call["stride"] or kernel, call.arguments.get("dilation", 1), call["padding"])
-    each = zip(lengths, *(per_dim(values, space) for values in lists), strict=True)
-    return [SlidingWindow(*numbers) for numbers in each]
+    kernel, dilation = call["kernel_size"], call.arguments.get("dilation", 1)
+    return windows_of(SlidingWindow, lengths, kernel, call["stride"] or kernel, dilation, call["padding"])
 
 
 def _arguments(site: _Pool, **changes: Any) -> dict[str, Any]:
@@ -150,7 +148,7 @@ _Adaptive = Site[AdaptiveWindow]
 
 
 def _adaptive_windows(call: OpCall, lengths: Sequence[int], counts: Sequence[int]) -> list[AdaptiveWindow]:
-    return [AdaptiveWindow(*each) for each in zip(lengths, counts, strict=True)]
+    return windows_of(AdaptiveWindow, lengths, counts)
 
 
 def _is_even(site: _Adaptive) -> bool:

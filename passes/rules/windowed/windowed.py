@@ -17,6 +17,7 @@ from passes.layout.windows import Window
 from passes.rules.core.assemble import Groups, again, aten, empty_safe, rule_of
 from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
+W = TypeVar("W", bound=Window)
 Placed = tuple[fx.Node, fx.Node]
 """(positions along a dim, what belongs there)."""
 
@@ -36,6 +37,12 @@ def per_dim(values: int | Sequence[int], space: int) -> list[int]:
     """One number, or a list of one, means that number for every dim."""
     found = [values] if isinstance(values, int) else [int(n) for n in values]
     return found * space if len(found) == 1 else found
+
+
+def windows_of(make: Callable[..., W], lengths: Sequence[int], *lists: int | Sequence[int]) -> list[W]:
+    """One per dim of space. lists: kernel, stride, dilation and padding, of each dim or one for all."""
+    each = zip(lengths, *(per_dim(values, len(lengths)) for values in lists), strict=True)
+    return [make(*numbers) for numbers in each]
 
 
 def pad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]], fill: float = 0) -> fx.Node:
@@ -85,9 +92,6 @@ def relocated(
         total = at if total is None else ctx.call(aten.add.Tensor, total, at)
     assert total is not None
     return total
-
-
-W = TypeVar("W", bound=Window)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ Emitted = fx.Node | tuple[fx.Node | None, ...]
 def windowed(
     operands: str,
     results: str,
-    windows_of: Callable[[OpCall, Sequence[int], Sequence[int]], Sequence[W]],
+    seen: Callable[[OpCall, Sequence[int], Sequence[int]], Sequence[W]],
     localize: Callable[[Site[W]], Emitted],
     linear: Groups = (),
     unsplit: Callable[[LocalContext], fx.Node] = again,
@@ -152,8 +156,8 @@ def windowed(
     """x: a tensor of the input's shape, seen through windows; y: one of the output's. The rule by how many dims,
     the last ones, are space.
 
-    windows_of: (call, lengths of the input, of the output) -> one window per dim of space.
-    unsplit:    emits the op where space is not split.
+    seen: (call, lengths of the input, of the output) -> one window per dim of space.
+    unsplit: emits the op where space is not split.
     """
     kinds = operands + results
 
@@ -163,7 +167,7 @@ def windowed(
             lengths, counts = (call.shapes[kinds.index(kind)][-space:] for kind in "xy")
             ndim = len(call.shapes[0])
             dims, lead = space_dims(ndim, space), ndim - space
-            windows = windows_of(call, lengths, counts)
+            windows = seen(call, lengths, counts)
 
             def emit(ctx: LocalContext) -> Emitted:
                 site = Site(ctx, lead, windows, lengths, counts)
