@@ -178,7 +178,9 @@ class Relaxation:
         (None, inf) if there is no choice; (None, -inf or better) if time ran out before one was found.
         """
         solver, factor = self._solver, self._program.factor
-        solver.setOptionValue("mip_allow_restart", False)  # few nodes are visited: the root again is the most of it
+        solver.setOptionValue(
+            "mip_allow_restart", False
+        )  # few nodes are visited: the root again is the most of it
         solver.setOptionValue("mip_rel_gap", 0.0)
         solver.setOptionValue("mip_feasibility_tolerance", 1e-9)  # the bound is of x within this of integers
         solver.setOptionValue("mip_abs_gap", gap * factor)
