@@ -47,6 +47,7 @@ from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.canonicalize.mark_rows import experts_of
 from passes.capture import Captured, capture
+from passes.capture.questions import NO_ANSWERS, Answers
 from passes.compile.compile_graph import check_backend
 from passes.ir.process_state import collector_paused, random_state_kept
 from passes.ir.routing import BALANCED, Routing, check_experts, checked_routing
@@ -219,7 +220,7 @@ def canonical_capture(
     *,
     device: torch.device | None = None,
     forward: Callable[..., Any] | None = None,
-    answers: Sequence[torch.Tensor] = (),
+    answers: Answers = NO_ANSWERS,
     sizes: SymbolicShapes | None = None,
     routing: Routing = BALANCED,
 ) -> Captured:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.leaves import Leaves, conform, expected
 from cost_model.errors import ShardingError
 from passes.capture import CallSpec
-from passes.capture.questions import Check
+from passes.capture.questions import Answers, Check
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.ir.torch_compat import is_batched, version_of
 from passes.ir.torch_dtensor import local_of
@@ -243,11 +243,11 @@ def _check_versions(versions: Sequence[tuple[str, Tensor, int]]) -> None:
 
 class Otherwise(Exception):
     """A call does not do what its program does. answers: to the first questions of its forward, the last of which came
-    out otherwise. Nothing has been changed yet."""
+    out otherwise, and to those after them if they are asked on the other side, too. Nothing has been changed yet."""
 
-    def __init__(self, answers: Sequence[Tensor], place: str) -> None:
+    def __init__(self, answers: Answers, place: str) -> None:
         super().__init__(place)
-        self.answers, self.place = tuple(answers), place
+        self.answers, self.place = answers, place
 
 
 class Checks:
@@ -263,6 +263,7 @@ class Checks:
         what is returned then makes up for it, and raises the user's error: too late to do otherwise."""
         waiting: list[tuple[Check, Tensor]] = []
         found: list[Tensor] = []
+        other: tuple[int, str] | None = None
         for index, check in self._checks:
             if index is None:
                 found.append(check.answer)
@@ -273,9 +274,20 @@ class Checks:
                 found.append(check.answer)
                 continue
             found.append(value.cpu())
-            if not torch.equal(found[-1], check.answer):
-                raise Otherwise(found, check.place)
+            if other is None and not torch.equal(found[-1], check.answer):
+                other = len(found), check.place
+        if other is not None:
+            count, place = other
+            raise Otherwise(Answers(tuple(found[:count]), self._by_lines(found, count)), place)
         return _late(waiting, outputs) if waiting else _nothing
+
+    def _by_lines(self, found: Sequence[Tensor], count: int) -> dict[str, list[Tensor]]:
+        """The truth values among `found`, from the one at `count` on."""
+        later: dict[str, list[Tensor]] = {}
+        for value, (_, check) in list(zip(found, self._checks, strict=True))[count:]:
+            if value.dtype == torch.bool and not value.dim():
+                later.setdefault(check.lines, []).append(value)
+        return later
 
 
 def _late(waiting: Sequence[tuple[Check, Tensor]], outputs: Sequence[Tensor]) -> Callable[[], None]:

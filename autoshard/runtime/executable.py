@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.plan import Plan
 from autoshard.progress import Say
-from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.call_program import CallProgram, Otherwise
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, output_wrapper, plain_input
 from autoshard.runtime.observe import Observer, StageRecorder
@@ -38,6 +38,7 @@ class SeedStream:
     def __init__(self) -> None:
         self._generator = torch.Generator()
         self._started = False
+        self._before = self._generator.get_state()
 
     def start(self, seed: int) -> None:
         """Begin at `seed`, unless the stream has begun."""
@@ -47,7 +48,12 @@ class SeedStream:
 
     def next(self) -> Tensor:
         """The seed of one call's random ops, on the CPU."""
+        self._before = self._generator.get_state()
         return torch.randint(0, 2**62, (), generator=self._generator, dtype=torch.int64)
+
+    def back(self) -> None:
+        """The call runs again, by another program: it draws the same numbers, as they decide which."""
+        self._generator.set_state(self._before)
 
     def state_dict(self) -> dict[str, Any]:
         """generator: its state, uint8 on the CPU. started: False before the first plan."""
@@ -184,7 +190,12 @@ class Executable:
             for spec, leaf in zip(self._given, leaves, strict=True):
                 arrived(leaf, spec.name, local_device(home.mesh))  # an error for a parameter on meta
             self._has_run = True
-        outputs = running.program(leaves)
+        try:
+            outputs = running.program(leaves)
+        except Otherwise:
+            if any(spec.kind == "seed" for spec in self._given):
+                home.seeds.back()
+            raise
         wrapped = [wrap(value) for wrap, value in zip(self._outputs, outputs, strict=True)]
         return self._spec.unflatten(wrapped, args, kwargs)
 

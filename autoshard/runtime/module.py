@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from autoshard.runtime.call_program import Otherwise
 from autoshard.runtime.guards import Guards
-from cost_model.errors import ShardingError, log
+from cost_model.errors import CaptureError, ShardingError, log
+from passes.capture.questions import NO_ANSWERS, Answers
 from passes.ir.process_state import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
 
@@ -40,15 +41,17 @@ class Built(Protocol):
 
 MOST_KEPT = 128
 """Executables of one model."""
+MOST_TRIED = 64
+"""Programs of one call, of which each tells one more of the values that the forward asks for."""
 
-Build = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Built]
+Build = Callable[[tuple[Any, ...], dict[str, Any], Answers], Built]
 
 
 class Dispatcher:
     """The installed `forward`: runs the executable made for this kind of call, building it the first time.
 
     key:   of a call's arguments: their structure, shapes, dtypes. The module's mode is added here.
-    build: makes the executable for a call like this one, in which the first questions have the given answers; what
+    build: makes the executable for a call like this one, in which questions have the given answers; what
            it raises reaches the caller, and nothing is remembered.
 
     An executable is used as long as its guards hold; after that another is built, and the first is kept for the
@@ -82,9 +85,9 @@ class Dispatcher:
         _refuse_transforms()
         key = self._key(args, kwargs)
         known = self.executables.get((self._mode.key(), key), [])
-        answers = () if otherwise is None else otherwise.answers
+        answers = NO_ANSWERS if otherwise is None else otherwise.answers
         for place, built in enumerate(known):
-            if built.guards.hold() and all(map(torch.equal, answers, built.answers)):
+            if built.guards.hold() and all(map(torch.equal, answers.sure, built.answers)):
                 known.insert(0, known.pop(place))  # where answers differ, those of the last call
                 self._used[built] = self._used.pop(built)
                 return built
@@ -146,10 +149,12 @@ def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
     # With so many programs for one kind of call, something in the model changes at every call.
     if len(known) == 8:
         log.warning(
-            "%d programs were made for one kind of call, since the model keeps changing: %s\n"
-            "  try: pass it as a tensor argument, or keep it in a buffer (register_buffer)",
+            "%d programs were made for one kind of call, since the model keeps changing: %s\n  try: %s",
             len(known),
             reason,
+            "pass it as a tensor argument, or keep it in a buffer (register_buffer)"
+            if otherwise is None
+            else "torch.where or a mask, which are both sides of a branch in one program",
         )
 
 
@@ -159,11 +164,16 @@ def _run(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if torch.compiler.is_compiling():
         return dispatcher.original(*args, **kwargs)
     otherwise: Otherwise | None = None
-    while True:
+    for _ in range(MOST_TRIED):
         try:
             return dispatcher.prepare(args, kwargs, otherwise).call(args, kwargs)
         except Otherwise as found:
             otherwise = found
+    assert otherwise is not None
+    raise CaptureError(
+        f"after {MOST_TRIED} programs for one call, the value of a tensor still decides what runs next\n"
+        f"  at {otherwise.place}\n  try: torch.where, masks, or do it outside of forward"
+    )
 
 
 def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:

@@ -58,6 +58,7 @@ from cost_model.profile import Profile
 from passes.canonicalize.mark_rows import experts_of
 from passes.capture import Captured, flatten_call
 from passes.capture.call import CallKey
+from passes.capture.questions import NO_ANSWERS, Answers
 from passes.ir.joint import JointGraph
 from passes.ir.routing import check_experts
 from passes.ir.size_names import dynamic_dims
@@ -131,12 +132,10 @@ class Session:
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[tuple[int, ...]]]:
         return everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a call's inputs")
 
-    def build(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[torch.Tensor] = ()
-    ) -> Built:
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Answers = NO_ANSWERS) -> Built:
         """The executable for calls like this one. Every rank of the mesh must get here.
 
-        answers: to the first questions that the forward asks of values."""
+        answers: to questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
         shapes = self._asked or self._shapes(args, kwargs)
         whole = cache(lambda: self._global_call(args, kwargs, shapes))
@@ -202,7 +201,7 @@ class Session:
         return self._executable(whole, ready, key, ready.guards)
 
     def _captured(
-        self, whole: GlobalCall, tensors: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]
+        self, whole: GlobalCall, tensors: Sequence[torch.Tensor], answers: Answers
     ) -> tuple[Captured, SizedAt | None]:
         capture = partial(canonical_capture, self.model, whole.args, whole.kwargs, **self._captured_as)
         if answers:

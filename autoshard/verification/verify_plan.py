@@ -199,6 +199,7 @@ def _verified(
     values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
     values = usual_tangents(joint, values) if plan.axis or cut.pieces > 1 else values
     results, nodes = graph_values(joint, values)
+    _check_answers(captured, results)
     comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
     wanted = (
         eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
@@ -233,6 +234,21 @@ def _verified(
     # An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance.
     first = watcher.first(limit * 10.0)
     return VerifyReport(worst <= limit and first is None, worst, errors, first)
+
+
+def _check_answers(captured: Captured, results: Sequence[torch.Tensor | None]) -> None:
+    """PlanError where a branch of the forward goes another way than in the graph. results: of its outputs."""
+    ends = zip(captured.joint.outputs, results, strict=True)
+    outputs = {end.index: value for end, value in ends if end.kind == "output"}
+    for index, check in captured.call.checks:
+        value = None if index is None or check.error is not None else outputs[index]
+        if value is not None and not torch.equal(value.cpu(), check.answer):
+            raise PlanError(
+                f"with these inputs the forward gets {value.tolist()}, and in the plan {check.answer.tolist()}\n"
+                f"  at {check.place}\n"
+                "  a parallel model makes a program of its own for such calls, at the first of them\n"
+                "  try: example inputs that go the way of the plan"
+            )
 
 
 def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:

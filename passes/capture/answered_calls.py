@@ -264,6 +264,9 @@ def _in_full(value: Tensor) -> Any:
 
 
 def _as_rows(function: Callable[..., Any], choice: Choice, made: Tensor, back: int) -> Any:
+    if function is torch.randperm:
+        drawn = torch.where(choice.valid, torch.rand(choice.valid.shape), 2.0)
+        return choice.rows(drawn.argsort().argsort().to(made.dtype))
     if function is torch.eye:
         return paired(choice, made)
     if function is torch.arange:
@@ -288,9 +291,18 @@ def _copied_to(name: str) -> Callable[..., Any]:
     return call
 
 
+def fill_diagonal_(x: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+    """The same arguments and result as `Tensor.fill_diagonal_`, which writes to no view in a trace."""
+    if rows_in(x):
+        return Tensor.fill_diagonal_(x, fill_value, wrap)
+    return x.copy_(Tensor.fill_diagonal_(x.clone(), fill_value, wrap))
+
+
 _MADE_CONTIGUOUS = """masked_fill_ masked_scatter_ scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ cumsum_
 cumprod_ tril_ triu_ renorm_"""
-_NEW_NAMES = "zeros ones empty full eye arange new_zeros new_ones new_empty new_full expand"
+_NEW_NAMES = (
+    "zeros ones empty full eye arange rand randn randperm new_zeros new_ones new_empty new_full expand"
+)
 _MAKERS = [getattr(torch, name, None) or getattr(Tensor, name) for name in _NEW_NAMES.split()]
 _OF_BOTH = (repeat_interleave, unique, unique_consecutive, histc, bincount)
 """Of `torch` and of `Tensor`, by their names."""
@@ -300,6 +312,7 @@ _ANSWERED: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: array,
     Tensor.__array__: array,
     torch.linalg.lstsq: lstsq,
+    Tensor.fill_diagonal_: fill_diagonal_,
     F.pad: pad,
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,

@@ -4,13 +4,15 @@
     assert torch.isfinite(h).all()                       # about numbers that are finite in a sound run
     Normal(mean, scale)                                  # validates its arguments: the other side raises
 
-The rest are branches with two sides, of which a graph has one: an error that names the line. Questions about values
+The rest are branches with two sides, of which a graph has one, and each side is another kind of call. Loops that no
+number of sides ends are an error that names the line. Questions about values
 that are computed alike have one answer (a constraint of a distribution returns early where `check.all()` is false, and
 then `check` is tested again).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from cost_model.errors import AutoshardError, CaptureError, UnsupportedOpError
 from passes.capture.known_values import History
-from passes.capture.questions import NO, Question, Questions, Undecided, remedy_at
+from passes.capture.questions import NO, Answers, Question, Questions, Undecided, remedy_at
 from passes.capture.rows import RowsUnknown
 from passes.capture.stand_ins import Awaited
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
@@ -28,10 +30,11 @@ Tracer = Callable[[Questions], T | None]
 """What comes of a run of the forward with these answers; None: it looked for answers only."""
 
 
-def traced_with_answers(tracer: Tracer[T], answers: Sequence[Tensor]) -> tuple[T, Questions]:
-    """What `tracer` makes, and by which answers. answers: known, to the first questions.
+def traced_with_answers(tracer: Tracer[T], answers: Answers) -> tuple[T, Questions]:
+    """What `tracer` makes, and by which answers.
 
-    Raises Undecided for a branch with two sides, and what the forward raises whatever it is told."""
+    Raises Undecided for a branch of which one side cannot be traced, and what the forward raises whatever it is told.
+    """
     questions = Questions(asks=False)
     if not answers:
         try:
@@ -39,7 +42,7 @@ def traced_with_answers(tracer: Tracer[T], answers: Sequence[Tensor]) -> tuple[T
         except Exception:
             if not questions.asked:
                 raise
-    final = _Search(tracer, tuple(answers)).questions()
+    final = _Search(tracer, answers).questions()
     return _made(tracer, final), final
 
 
@@ -52,11 +55,13 @@ def _made(tracer: Tracer[T], questions: Questions) -> T:
 class _Search(Generic[T]):
     """Runs the forward alone, with other answers, until they are those of the call or do not raise."""
 
-    def __init__(self, tracer: Tracer[T], answers: Sequence[Tensor]) -> None:
-        self._tracer, self._sure = tracer, len(answers)
-        self._answers = list(answers)
+    def __init__(self, tracer: Tracer[T], answers: Answers) -> None:
+        self._tracer, self._sure, self._likely = tracer, len(answers.sure), answers.likely
+        self._answers = list(answers.sure)
         self._guesses: dict[str, Tensor] = {}
         self._errors: dict[str, Exception | None] = {}
+        self._untraced: dict[str, Exception] = {}
+        """Why the other side of a branch cannot be traced, by its lines."""
         self._turned: set[int] = set()
 
     def questions(self) -> Questions:
@@ -73,8 +78,10 @@ class _Search(Generic[T]):
         raise Undecided(run.asked[-1].place)
 
     def _run(self, answers: Sequence[Tensor], guesses: Mapping[str, Tensor]) -> Questions:
-        run = Questions(answers, guesses, history=History())
-        self._tracer(run)
+        run = Questions(answers, guesses, likely=self._likely, history=History())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sides that the call does not take
+            self._tracer(run)
         return run
 
     def _corrected(self, run: Questions) -> bool:
@@ -88,7 +95,8 @@ class _Search(Generic[T]):
         for place in reversed(range(self._sure, len(run.asked))):
             question = run.asked[place]
             is_free = question.known.value is None and _first(run.asked, place) == place
-            if question.is_branch and is_free and place not in self._turned:
+            is_free &= question.is_branch and not question.is_awaited
+            if is_free and place not in self._turned:
                 if [other.lines for other in run.asked].index(question.lines) == len(run.asked) - 1:
                     self._errors[question.lines] = _plain(run.stopped)
                 self._turned = {other for other in self._turned if other < place} | {place}
@@ -125,15 +133,31 @@ class _Search(Generic[T]):
             decided = known.is_plain if question.is_branch else known.value is not None
             raises = self._errors.get(question.lines) is not None
             is_known = decided or known.is_finite or raises
-            if place >= self._sure and not (is_known or question.is_count or history.chooses(question.value)):
+            if place < self._sure or is_known or question.is_count or history.chooses(question.value):
+                continue
+            if not question.is_branch:
                 raise Undecided(question.place)
+            if question.lines in self._untraced:
+                raise self._untraced[question.lines]
 
     def _other_side(self, asked: Sequence[Question], place: int) -> Exception | None:
         """What the forward raises after another answer; None: nothing of its own."""
-        answers = [*map(_answer_of, asked[:place]), ~_answer_of(asked[place])]
-        run = self._run(answers, {question.lines: _answer_of(question) for question in asked})
+        question = asked[place]
+        answers = [*map(_answer_of, asked[:place]), ~_answer_of(question)]
+        guesses = {other.lines: _answer_of(other) for other in asked}
+        if question.is_of_loop:
+            del guesses[question.lines]  # it goes on, as far as it can
+        run = self._run(answers, guesses)
         error = run.stopped
-        return None if error is None or _reads_awaited(error) or not is_of_user(error) else _plain(error)
+        if error is None:
+            return None
+        if _reads_awaited(error) or not is_of_user(error):
+            is_plain = not isinstance(error, TypeError)
+            self._untraced[question.lines] = (
+                _with_remedy(error, run.asked) if is_plain else Undecided(question.place)
+            )
+            return None
+        return _plain(error)
 
 
 def _first(asked: Sequence[Question], place: int) -> int:

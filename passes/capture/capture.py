@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cost_model.errors import AutoshardError, UnsupportedOpError
@@ -25,6 +25,7 @@ from passes.capture.capture_errors import (
 )
 from passes.capture.model_state import check_shared_memory, find_slots
 from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source, refused
+from passes.capture.questions import NO_ANSWERS, Answers
 from passes.capture.trace import Traced, TracedCall, trace
 from passes.capture.trees import renumbered
 from passes.ir.joint import CPU, GraphInput, GraphOutput, JointGraph, ancestors
@@ -250,7 +251,7 @@ def capture(
     *,
     device: torch.device | str | None = None,
     forward: Callable[..., Any] | None = None,
-    answers: Sequence[Tensor] = (),
+    answers: Answers = NO_ANSWERS,
     sizes: SymbolicShapes | None = None,
 ) -> Captured:
     """The joint graph of `forward(*args, **kwargs)`, as gradient mode, autocast and train flags are now.
@@ -263,7 +264,7 @@ def capture(
              autocast ("cuda" on a laptop). None: the CPU. The graph is traced on CPU fakes whatever this is and
              wherever the model and the arguments are, `meta` included, so it is the same everywhere.
     forward: what to call instead of `model` (of the same module).
-    answers: to the first questions that the forward asks of values (`CallSpec.checks`).
+    answers: to questions that the forward asks of values (`CallSpec.checks`).
     sizes:   shapes of the call's tensors in symbols, in which the graph's shapes and arguments are then written, for
              all sizes for which the symbols' guards hold (`passes.ir.sized_graph`).
 

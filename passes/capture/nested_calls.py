@@ -137,12 +137,12 @@ def _while_loop(
     more: Sequence[Any],
     **_: Any,
 ) -> Any:
-    values = tuple(carried)
-    for _step in range(_MOST_STEPS + 1):
-        if not bool(goes_on(*values, *more)):
-            return values
-        values = tuple(body(*values, *more))
-    raise _too_long("torch.while_loop", f"more than {_MOST_STEPS:,}")
+    values, steps = tuple(carried), 0
+    while bool(goes_on(*values, *more)):
+        if steps == _MOST_STEPS:
+            raise _too_long("torch.while_loop", f"more than {_MOST_STEPS:,}")
+        values, steps = tuple(body(*values, *more)), steps + 1
+    return values
 
 
 def _scan(

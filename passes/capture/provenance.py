@@ -8,6 +8,7 @@ no graph holds, since they are not dense: sparse, nested, quantized, oneDNN's.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import sys
@@ -63,6 +64,32 @@ def frames(frame: FrameType | None, stop: frozenset[int] = frozenset()) -> Itera
     while frame is not None and id(frame.f_code) not in stop:
         yield frame
         frame = frame.f_back
+
+
+def is_in_while(line: str) -> bool:
+    """Whether "model.py:12" is in a `while` loop, the condition included."""
+    return _is_in(line, (ast.While,))
+
+
+def is_in_raise(line: str) -> bool:
+    """Whether "model.py:12" is in a statement that may only raise."""
+    return _is_in(line, (ast.Raise, ast.Assert))
+
+
+def _is_in(line: str, kinds: tuple[type[ast.stmt], ...]) -> bool:
+    filename, _, number = line.rpartition(":")
+    return any(int(number) in lines for lines in _statements(filename, kinds))
+
+
+@cache
+def _statements(filename: str, kinds: tuple[type[ast.stmt], ...]) -> list[range]:
+    """The lines of each."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:  # of a notebook, for one
+        return []
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [range(one.lineno, (one.end_lineno or one.lineno) + 1) for one in found]
 
 
 def user_frame(running: Iterable[FrameType]) -> FrameType | None:

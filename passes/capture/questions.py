@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from cost_model.errors import CaptureError
+from passes.capture import nested_calls
 from passes.capture.known_values import History, Known
 from passes.capture.places import Place
-from passes.capture.provenance import frames, is_user_file, place_text, user_frame
+from passes.capture.provenance import frames, is_in_raise, is_in_while, is_user_file, place_text, user_frame
 from passes.capture.stand_ins import Awaited, AwaitedCount, AwaitedCounts
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import replaced_attribute, traced_values_answered, values_asked
@@ -52,6 +54,20 @@ class RunEnded(Exception):
     """A run that looks for answers has found what there is."""
 
 
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """sure: to the first questions. likely: to later ones, by their lines, in the order in which those ask."""
+
+    sure: tuple[Tensor, ...] = ()
+    likely: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.sure)
+
+
+NO_ANSWERS = Answers()
+
+
 @dataclass(frozen=True)
 class Question:
     """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing;
@@ -76,6 +92,11 @@ class Question:
         return self.value.dtype == torch.bool and self.value.dim() == 0
 
     @property
+    def is_of_loop(self) -> bool:
+        """Whether it may say how often a loop runs, which no number of sides ends."""
+        return any(is_in_while(line) for line in self.lines.splitlines())
+
+    @property
     def is_awaited(self) -> bool:
         """Whether the forward got a stand-in."""
         return self.answer is not None and _is_awaited(self.answer)
@@ -85,11 +106,12 @@ class Question:
 class Check(Place):
     """What a question of the forward was about, at every call; nothing where the answer is `AWAITED`. error: like what
     the forward raises where it comes out otherwise (of several questions of one line, for the first); None: it does
-    something else."""
+    something else. lines: of the question."""
 
     answer: Tensor
     place: str
     error: Exception | None
+    lines: str
 
     def get(self, call: Any) -> Tensor | None:
         return None if _is_awaited(self.answer) else self.answer.clone()
@@ -100,7 +122,8 @@ class Check(Place):
 
 class Questions:
     """answers: to the first questions, in order. guesses: to later branches, by their lines; of lines in it numbers
-    are told where they are known. errors: like what the forward raises after another answer, by question.
+    are told where they are known. likely: to those of other lines, one after the other. errors: like what the forward
+    raises after another answer, by question.
 
     asked: in the last run of the forward. looked: the error for the first use of a stand-in in it; read: of which.
     history: of a run that looks for answers, which ends with `RunEnded`; stopped: what it raised. asks: if not, there
@@ -112,20 +135,24 @@ class Questions:
         guesses: Mapping[str, Tensor] = {},
         errors: Sequence[Exception | None] = (),
         *,
+        likely: Mapping[str, Sequence[Tensor]] = {},
         history: History | None = None,
         asks: bool = True,
     ) -> None:
         self.answers, self.guesses, self.errors = tuple(answers), guesses, errors
-        self.history, self._asks = history, asks
+        self.history, self._asks, self._likely = history, asks, likely
         self.asked: list[Question] = []
         self.stopped: Exception | None = None
         self.looked: Exception | None = None
         self.read: int | None = None
         self._open = self._within = self._reading = self._counting = False
+        self._top: frozenset[int] = frozenset()
+        self._times: Counter[str] = Counter()
 
     def begin(self) -> None:
         """The forward runs."""
         self.asked, self.stopped, self.looked, self.read, self._open = [], None, None, None, True
+        self._top, self._times = frozenset({id(sys._getframe(1).f_code)}), Counter()
 
     def checks(self) -> list[tuple[Check, Tensor | None]]:
         """Where each call tells whether the answers hold for it, and what is told. Raises where the forward has used a
@@ -136,7 +163,10 @@ class Questions:
         answered = [question for question in self.asked if question.answer is not None]
         errors = self.errors or (None,) * len(answered)
         return [
-            (Check(answer, question.place, error), None if question.is_awaited else question.value)
+            (
+                Check(answer, question.place, error, question.lines),
+                None if question.is_awaited else question.value,
+            )
             for question, error in zip(answered, errors, strict=True)
             if (answer := question.answer) is not None
         ]
@@ -186,7 +216,7 @@ class Questions:
             is_item = known is Tensor.item
             return known(tensor) if is_item else self._answered(lambda: known(tensor), tensor.clone)
         except Exception as error:
-            place = _lines()[1]
+            place = self._lines()[1]
             asked = self.asked[count:] if self._open else [q for q in self.asked if q.is_awaited]
             asked = [question for question in asked if question.place == place]
             if not asked or not is_value_missing(error):
@@ -210,13 +240,17 @@ class Questions:
         finally:
             self._counting = False
 
-    def _look(self, position: int, method: str) -> Exception:
-        place = _lines()[1]
-        error = Undecided(place) if method not in ("__str__", "__repr__", "__format__") else CaptureError(
+    def _look(self, position: int, method: str) -> Exception | str:
+        """What is wrong with a use of a stand-in; its text for an error that the forward raises."""
+        place = self._lines()[1]
+        is_text = method in ("__str__", "__repr__", "__format__")
+        error = Undecided(place) if not is_text else CaptureError(
             "cannot capture: the text of a number that is computed is not known before the call has run\n"
             f"  at {place}\n"
             "  try: keep the number, self.log.append(loss.item()), or return it, and print it after the call"
         )  # fmt: skip
+        if is_text and is_in_raise(place.partition(", in ")[0]):
+            return "(a number that is computed)"
         if self.looked is None:
             self.looked, self.read = error, position
         return error
@@ -239,7 +273,7 @@ class Questions:
     def _answer(self, asked: Callable[[], Tensor]) -> Tensor | None:
         if inside_function_transform():
             return None
-        lines, place = _lines()
+        lines, place = self._lines()
         if not self._open:
             return self._again(place)
         value = asked().detach()
@@ -266,8 +300,23 @@ class Questions:
         for twin in self.asked:
             if question.number and twin.number == question.number and not twin.is_awaited:
                 return twin.answer
-        guess = NO if question.filled is None else question.filled
-        return self.guesses.get(question.lines, guess) if self._asks and question.is_branch else None
+        if not (self._asks and question.is_branch):
+            return None
+        return self.guesses.get(question.lines, self._guessed(question))
+
+    def _guessed(self, question: Question) -> Tensor:
+        """Raises Undecided where a loop goes on for as long as its condition is guessed to hold."""
+        times = self._times[question.lines]
+        self._times[question.lines] += 1
+        if times == _MOST_ROUNDS and question.is_of_loop:
+            raise Undecided(question.place)
+        likely = self._likely.get(question.lines, ())
+        if times < len(likely):
+            return likely[times]
+        told = [sure.answer for sure in self.asked[: len(self.answers)] if sure.lines == question.lines]
+        if told and told[-1] is not None:
+            return told[-1]  # a loop that has gone on goes on, as far as it can
+        return NO if question.filled is None else question.filled
 
     def _again(self, place: str) -> Tensor | None:
         """What all questions of that line were answered, if they were answered alike."""
@@ -277,22 +326,24 @@ class Questions:
             alike = all(torch.equal(answer, known[0]) for answer in known)
         return known[0] if known and alike else None
 
+    def _lines(self) -> tuple[str, str]:
+        """The lines that led to a question: all of the user's code, and below the innermost of them those of the
+        library that asks. That innermost line, to be read."""
+        running = list(frames(sys._getframe(2), self._top))
+        innermost = user_frame(running)
+        count = len(running) if innermost is None else running.index(innermost)
+        asks = lambda name: is_user_file(name) or name == nested_calls.__file__  # its `while_loop`
+        led = [f for i, f in enumerate(running) if i < count or asks(f.f_code.co_filename)]
+        place = "" if innermost is None else place_text(innermost.f_code, innermost.f_lineno)
+        return "\n".join(f"{f.f_code.co_filename}:{f.f_lineno}" for f in led), place
+
 
 AWAITED = torch.empty(0, dtype=torch.uint64)
 """No answer, in a list of answers: the forward gets a stand-in."""
+_MOST_ROUNDS = 24
+"""Of a `while` loop whose condition no value decides."""
 NO, YES = torch.tensor(False), torch.tensor(True)
 
 
 def _is_awaited(answer: Tensor) -> bool:
     return answer.dtype == AWAITED.dtype and not answer.numel()
-
-
-def _lines() -> tuple[str, str]:
-    """The lines that led to a question: all of the user's code, and below the innermost of them those of the library
-    that asks. That innermost line, to be read."""
-    running = list(frames(sys._getframe(2)))
-    innermost = user_frame(running)
-    count = len(running) if innermost is None else running.index(innermost)
-    led = [f for i, f in enumerate(running) if i < count or is_user_file(f.f_code.co_filename)]
-    place = "" if innermost is None else place_text(innermost.f_code, innermost.f_lineno)
-    return "\n".join(f"{f.f_code.co_filename}:{f.f_lineno}" for f in led), place

@@ -230,6 +230,16 @@ def index_add_(x: Tensor, dim: int, index: Any, source: Any, *, alpha: float = 1
     return x.index_add_(0, *_added(x, dim, index, source), alpha=alpha)
 
 
+def scatter_(
+    x: Tensor, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: Any = None
+) -> Tensor:
+    """Of one dim it is `x[index] = src`."""
+    if x.ndim != 1 or reduce is not None:
+        raise unknown("scatter", one_choice((x, index, src)))
+    x[index] = src if value is None else value
+    return x
+
+
 def scatter_add_(x: Tensor, dim: int, index: Any, src: Any) -> Tensor:
     return x.scatter_add_(0, *_added(x, dim, index, src))
 

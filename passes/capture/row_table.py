@@ -12,17 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.capture import row_dims, row_index, row_values
+from passes.capture import row_dims, row_index, row_parts, row_values
 from passes.capture.provenance import user_place
 from passes.capture.row_dims import by_row, plainly
-from passes.capture.row_parts import (
-    cat,
-    in_order_of_values,
-    index_add_,
-    is_counted,
-    scatter_add_,
-    scatter_reduce_,
-)
+from passes.capture.row_parts import cat, in_order_of_values, index_add_, is_counted
 from passes.capture.row_parts import split as split_in_counts
 from passes.capture.row_values import counted, each_row, settled
 from passes.capture.rows import (
@@ -349,12 +342,13 @@ def _getitem(x: Any, index: Any) -> Any:
 
 
 _setitem, _put = _indexed(row_values.setitem), _indexed(row_index.put)
+_SCATTERS = ("scatter_", "scatter_add_", "scatter_reduce_")
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "getitem": _getitem, "setitem": _setitem, "index_add_": index_add_,
     "index_add": _on_copy(index_add_), "index_copy_": _copied, "index_copy": _on_copy(_copied),
-    "scatter_add_": scatter_add_, "scatter_add": _on_copy(scatter_add_), "scatter_reduce_": scatter_reduce_,
-    "scatter_reduce": _on_copy(scatter_reduce_), "gather": _gather,
-    "index_select": _index_select, "cat": cat, "split": _split, "einsum": _einsum,
+    **{name: getattr(row_parts, name) for name in _SCATTERS},
+    **{name.removesuffix("_"): _on_copy(getattr(row_parts, name)) for name in _SCATTERS},
+    "gather": _gather, "index_select": _index_select, "cat": cat, "split": _split, "einsum": _einsum,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), row_dims.matmul),
     **dict.fromkeys(("addmm", "baddbmm"), _added_product),
     "index_put_": _put, "index_put": _on_copy(_put), "_is_all_true": lambda x: x.all(),

@@ -64,7 +64,7 @@ class Awaited:
 
     __slots__ = ("_look", "value")
 
-    def __init__(self, value: Tensor, look: Callable[[str], Exception]) -> None:
+    def __init__(self, value: Tensor, look: Callable[[str], Any]) -> None:
         self.value, self._look = widest(value), look
 
     @property
@@ -89,9 +89,31 @@ class Awaited:
         raise self._look(name)
 
     def _looked(self, method: str, *args: Any) -> Any:
-        raise self._look(method)
+        found = self._look(method)
+        if isinstance(found, str):
+            return found
+        raise found
+
+    def _is(self, comparison: Callable[[Any, Any], Any], other: Any) -> bool:
+        """A branch on one number, by another."""
+        if self.value.dim() or not isinstance(other, (bool, int, float)):
+            raise self._look(comparison.__name__)
+        return bool(comparison(self.value, other.value if isinstance(other, Awaited) else other))
+
+    def __bool__(self) -> bool:
+        return self._is(operator.ne, 0)
 
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _compared(kind: type) -> None:
+    """Give `kind` comparisons as calls of its `_is`."""
+    for name in _COMPARISONS:
+        setattr(kind, f"__{name}__", partialmethod(kind._is, getattr(operator, name)))  # type: ignore[attr-defined]
+
+
+_compared(Awaited)
 note_uses(Awaited, f"{NUMBERS} {CONTAINERS} repr")
 
 
@@ -179,7 +201,7 @@ class AwaitedCount(Awaited):
     def __init__(
         self,
         value: Tensor,
-        look: Callable[[str], Exception],
+        look: Callable[[str], Any],
         some: Callable[[Tensor], bool],
         terms: Terms | None = None,
         more: int = 0,
@@ -217,9 +239,6 @@ class AwaitedCount(Awaited):
             return self.some(self.value - other.value if type(other) is AwaitedCount else self.value) == one
         return bool(comparison(self.value, number_in(other)))
 
-    def __bool__(self) -> bool:
-        return self._is(operator.ne, 0)
-
 
 class AwaitedCounts(Awaited):
     """A list of numbers of rows, `counts.tolist()`, or an array."""
@@ -229,7 +248,7 @@ class AwaitedCounts(Awaited):
     def __init__(
         self,
         value: Tensor,
-        look: Callable[[str], Exception],
+        look: Callable[[str], Any],
         some: Callable[[Tensor], bool],
         numbers: Sequence[AwaitedCount] | None = None,
     ) -> None:
@@ -266,5 +285,4 @@ def number_in(value: Any) -> Any:
     return value.value if type(value) is AwaitedCount else value
 
 
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(AwaitedCount, f"__{_name}__", partialmethod(AwaitedCount._is, getattr(operator, _name)))
+_compared(AwaitedCount)

@@ -31,13 +31,14 @@ from passes.capture.model_state import (
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Call, Place
 from passes.capture.provenance import provenance, refused
-from passes.capture.questions import Questions, RunEnded
+from passes.capture.questions import Answers, Questions, RunEnded
 from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.rows import LengthAsked, rows_have_lengths
 from passes.capture.snapshot import Snapshot, attributes_read, write_only_candidates
 from passes.capture.stand_ins import Counted, Spot, Stored, Uses
 from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, trace_cumulative_averages
 from passes.capture.trees import Step, Tree, changed_places, flatten, off_meta, passed_on, retree, unflatten
+from passes.capture.world_of_one import world_of_one
 from passes.ir.joint import CPU
 from passes.ir.process_state import host_draws_told
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
@@ -178,10 +179,10 @@ _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
 
 
 @host_draws_told()
-def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
+def trace(program: TracedCall, answers: Answers) -> Traced:
     """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back.
 
-    answers: to the first of the questions that the forward asks of values."""
+    answers: to questions that the forward asks of values."""
     try:
         return _answered(program, answers)
     except LengthAsked:
@@ -193,7 +194,7 @@ def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
         raise asked.error from None
 
 
-def _answered(program: TracedCall, answers: Sequence[Tensor]) -> Traced:
+def _answered(program: TracedCall, answers: Answers) -> Traced:
 
     def tracer(questions: Questions) -> Traced | None:
         try:
@@ -231,6 +232,7 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Q
             encoder_masks_trusted(),
             full_precision_backward(),
             nested_calls_written_out(),
+            world_of_one(),
             questions.answered(),
         ):
             stack.enter_context(context)

@@ -94,7 +94,7 @@ def test_answers_that_do_not_hold() -> None:
         outputs = [value if i != place else ~value for i, value in enumerate(holds)]
         with pytest.raises(Otherwise) as caught:
             Checks(call)(outputs, later=False)
-        assert len(caught.value.answers) == count and "test_checks.py" in caught.value.place
+        assert len(caught.value.answers.sure) == count and "test_checks.py" in caught.value.place
 
 
 class Experts(nn.Module):
@@ -115,8 +115,25 @@ class Experts(nn.Module):
         return out.square().mean()
 
 
-def routed(rank: int, axes: Axes | None) -> list[float]:
-    model = Experts()
+class Capacity(Experts):
+    """Those of an expert that has too many take another way; and a loop that ends when it has come close enough."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros(len(x), 8)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == i)
+            if len(rows) > 5:
+                rows, dropped = rows[:5], rows[5:]
+                out[dropped] = x[dropped].repeat(1, 2)
+            out.index_add_(0, rows, expert(x[rows]))
+        steps = 0
+        while out.norm() > 2 and steps < 9:
+            out, steps = out / 2, steps + 1
+        return out.square().mean()
+
+
+def routed(rank: int, axes: Axes | None, kind: type[Experts] = Experts) -> list[float]:
+    model = kind()
     if axes is not None:
         parallel(model, axes)
     torch.manual_seed(1)
@@ -128,6 +145,39 @@ def routed(rank: int, axes: Axes | None) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def test_branches_on_what_is_computed_go_as_they_do_in_one_process(ranks: RankPool) -> None:
+    for losses in ranks.run(routed, LINE, Capacity, world=2):
+        assert_close(losses, routed(0, None, Capacity))
+
+
+class Draws(nn.Module):
+    """A branch on a number that is drawn; without it the same numbers."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.linear, self.branches = nn.Linear(4, 4), branches
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = torch.rand(())
+        side = (
+            (torch.ones(()) if drawn < 0.5 else torch.zeros(())) if self.branches else (drawn < 0.5).float()
+        )
+        return drawn + 0 * self.linear(x).sum(), side
+
+
+def drawn(rank: int, axes: Axes, branches: bool) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    model = Draws(branches)
+    parallel(model, axes)
+    return [(float(number), float(side)) for number, side in (model(torch.randn(4, 4)) for _ in range(12))]
+
+
+def test_a_branch_on_what_is_drawn_does_not_change_what_is_drawn(ranks: RankPool) -> None:
+    plain, branching = (ranks.run(drawn, LINE, branches, world=2) for branches in (False, True))
+    assert plain == branching and plain[0] == plain[1]
+    assert {side for _, side in plain[0]} == {0.0, 1.0}
 
 
 def test_experts_without_rows_are_skipped(ranks: RankPool) -> None:

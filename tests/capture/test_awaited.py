@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan, verify
+from autoshard.runtime.call_program import Checks, Otherwise
 from cost_model.errors import CaptureError
 from passes.capture import Captured, capture
 from tests.capture.running import run_graph, tensors_of
@@ -103,7 +104,14 @@ def to_torch(m: Any, h: Tensor, x: Tensor) -> Any:
 
 def read_later(m: Any, h: Tensor, x: Tensor) -> Any:
     m.last = h.max().item()
-    return h if m.last > 0 else -h
+    return h if m.last * 2 > 0 else -h
+
+
+def compared(m: Any, h: Tensor, x: Tensor) -> Any:
+    m.last = h.max().item()
+    if m.last > h.min().item() and m.last != 0 and m.last:
+        h = h * 2
+    return h if (h[0, 0] > h[0, 1]).item() else -h
 
 
 def caught(m: Any, h: Tensor, x: Tensor) -> Any:
@@ -118,6 +126,25 @@ def counted(m: Any, h: Tensor, x: Tensor) -> Any:
 
 
 USES = {used: 1, to_torch: 1, read_later: 2, caught: 2, counted: 1}
+
+
+def test_a_number_is_compared() -> None:
+    """For inputs of which the program is that of the other side, its check says so."""
+    torch.manual_seed(0)
+    model = Logs(compared).double()
+    captured, others = capture(model, (torch.randn(2, 4).double(),), {}), 0
+    for _ in range(8):
+        x = torch.randn(2, 4).double()
+        wanted = model(x)
+        found = run_graph(captured, tensors_of(model), [x], [torch.ones(2, 4).double()])
+        outputs: Any = [found["output", f"output {i}"] for i in range(captured.call.output_count)]
+        try:
+            Checks(captured.call)(outputs, later=False)
+        except Otherwise as otherwise:
+            captured, others = capture(model, (x,), {}, answers=otherwise.answers), others + 1
+            continue
+        torch.testing.assert_close(outputs[0], wanted, rtol=1e-12, atol=1e-12)
+    assert 0 < others < 8
 
 
 @pytest.mark.parametrize("rest", USES, ids=lambda rest: rest.__name__)

@@ -34,10 +34,10 @@ class Runs(nn.Module):
         return self.rest(self, self.linear(x))
 
 
-def branch(_: Runs, h: Tensor) -> Tensor:
-    if h.sum() > 0:
-        return h
-    return -h
+def loop(_: Runs, h: Tensor) -> Tensor:
+    while h.sum() > 0:
+        h = h - 1
+    return h
 
 
 def item(_: Runs, h: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def raises(_: Runs, h: Tensor) -> Tensor:
 
 DATA, SHAPE = "the value of a tensor decides", "the shape of a result depends"
 REFUSED = [
-    (branch, 1, DATA),
+    (loop, 1, DATA),
     (item, 1, DATA),
     (as_list, 1, DATA),
     (boolean_index, 1, SHAPE),
@@ -116,11 +116,11 @@ def test_refusal_names_the_line(rest: Callable[..., Any], offset: int | None, re
 
 def test_the_whole_message() -> None:
     with pytest.raises(CaptureError) as caught:
-        capture(Runs(branch), (torch.randn(2, 3),), {})
-    line = branch.__code__.co_firstlineno + 1
+        capture(Runs(loop), (torch.randn(2, 3),), {})
+    line = loop.__code__.co_firstlineno + 1
     assert str(caught.value) == (
         "cannot capture Runs: the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)"
-        f"\n  at {__file__}:{line}, in branch: if h.sum() > 0:"
+        f"\n  at {__file__}:{line}, in loop: while h.sum() > 0:"
         "\n  try: torch.where, masks, an argument that is a Python number, or do it outside of forward"
     )
 
@@ -129,7 +129,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(
         CaptureError, match=r"missing 1 required positional argument: 'x'(.|\n)*at .*test_errors.py"
     ):
-        capture(Runs(branch), (), {})
+        capture(Runs(loop), (), {})
 
 
 def test_no_tensor_returned() -> None:

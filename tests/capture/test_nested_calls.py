@@ -159,7 +159,7 @@ def too_long(m: Any, h: Tensor) -> Tensor:
 
 
 def summed(m: Any, h: Tensor) -> Tensor:
-    torch.distributed.all_reduce(h)
+    torch.distributed.all_to_all_single(h, h.clone())
     return h
 
 
@@ -176,7 +176,7 @@ def misused(m: Any, h: Tensor) -> Tensor:
     (other_shapes, "other shapes or dtypes", "let both return the same"),
     (without_end, "the value of a tensor decides", "torch.where"),
     (too_long, "2,000 steps", "at most 1,024 steps"),
-    (summed, r"its forward communicates \(all_reduce\)", "leave the collective out"),
+    (summed, r"its forward communicates \(all_to_all_single\)", "leave the collective out"),
     (drawn, "a generator of the user's own", "manual_seed"),
     (misused, "takes 2 positional arguments but 3", "write this line with other ops"),
 ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import MeshSpec, find_plan, verify
+from autoshard.runtime.call_program import Checks, Otherwise
 from cost_model.errors import CaptureError
 from passes.capture import capture, trace
+from passes.capture.questions import Answers
+from passes.simulate.reference import graph_values, reference_inputs
 from tests.capture.running import check
 
 Rest = Callable[[Any, Tensor, Tensor], Tensor]
@@ -105,6 +109,11 @@ def within_torch(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return torch.nn.functional.pad(h, (0, (m.limit > 0).sum()))
 
 
+def with_text(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    assert h.norm() < 1e6, f"too large: {h.norm().item():.3f}"
+    return h
+
+
 def any_row(m: Any, h: Tensor, x: Tensor) -> Tensor:
     """Some number is above the mean, and none above the largest, by which nothing is chosen."""
     above = h > h.mean()
@@ -117,7 +126,7 @@ def any_row(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 ACCEPTED = [
     of_an_input, asserted, of_what_is_computed, asked_again, torch_checks, distribution, clamped, clamped_first, equal,
-    two_sides_of_an_input, any_row, a_number, in_a_checkpoint, within_torch,
+    two_sides_of_an_input, with_text, any_row, a_number, in_a_checkpoint, within_torch,
 ]  # fmt: skip
 
 
@@ -176,13 +185,77 @@ def a_computed_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * h.max().item()
 
 
+def endless(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    while h.sum() > 0:
+        h = h - 1
+    return h
+
+
+def until_a_mask_is_empty(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    while True:
+        if not (h > 0).any():
+            return h
+        h = torch.where(h > 0, h - 1, h)
+
+
+def of_a_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * int(h.max()) if h.sum() > 0 else h
+
+
 @pytest.mark.parametrize(
-    "rest",
-    [both_sides, of_a_mask_that_chooses_nothing, of_more_than_one_row, a_computed_number],
-    ids=lambda rest: rest.__name__,
+    ("rest", "line"), [(a_computed_number, 1), (endless, 1), (until_a_mask_is_empty, 2), (of_a_number, 1)]
 )
-def test_two_sides_of_what_is_computed(rest: Rest) -> None:
-    assert "the value of a tensor decides what runs next" in error_at(rest, 1)
+def test_what_no_number_of_programs_tells(rest: Rest, line: int) -> None:
+    assert "the value of a tensor decides what runs next" in error_at(rest, line)
+
+
+def in_steps(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    steps = 0
+    while h.abs().max() > 0.25 and steps < 5:
+        h, steps = h / 2, steps + 1
+    return h
+
+
+TWO_SIDES = [both_sides, of_a_mask_that_chooses_nothing, of_more_than_one_row, in_steps]
+
+
+@pytest.mark.parametrize("rest", TWO_SIDES, ids=lambda rest: rest.__name__)
+@pytest.mark.parametrize("scale", [-30.0, 0.1, 30.0])
+def test_each_side_is_a_program_of_its_own(rest: Rest, scale: float) -> None:
+    """As a call finds the one that is its own: the answers of one that is not tell more of those that hold."""
+    torch.manual_seed(0)
+    model, x = Asks(rest), scale * torch.eye(4)[:2]
+    wanted, answers, programs = model(x), Answers(), 0
+    while True:
+        programs += 1
+        captured = capture(model, (x,), {}, answers=answers)
+        values = reference_inputs(captured.joint, model, [x], seed=0)
+        results = dict(zip(captured.joint.outputs, graph_values(captured.joint, values)[0], strict=True))
+        outputs = {
+            end.index: value for end, value in results.items() if value is not None and end.kind == "output"
+        }
+        try:
+            Checks(captured.call)([outputs[i] for i in sorted(outputs)], later=False)
+            break
+        except Otherwise as otherwise:
+            answers = otherwise.answers
+    assert torch.equal(outputs[0], wanted) and programs <= 3
+
+
+def warned(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if h.norm() > 1e6:
+        warnings.warn("large", stacklevel=1)
+        h = h.clamp(-1, 1)
+    return h
+
+
+def test_a_side_that_is_not_taken_warns_of_nothing() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(Asks(warned), (torch.randn(2, 4),), {})
+        assert not [one for one in caught if str(one.message) == "large"]
+        capture(Asks(warned), (torch.randn(2, 4),), {}, answers=Answers((torch.tensor(True),)))
+    assert [one for one in caught if str(one.message) == "large"]
 
 
 def widest(m: Any, h: Tensor, x: Tensor) -> Tensor:

@@ -122,6 +122,8 @@ def test_writes_through_a_transposed_view() -> None:
         lambda z: z.scatter_(1, torch.zeros(1, 2, 3, 2, dtype=torch.int64), 2.0),
         lambda z: z.index_add_(1, torch.tensor([1, 1]), torch.ones(1, 2, 3, 2)),
         lambda z: z.cumprod_(2),
+        lambda z: z[0, :, 0].fill_diagonal_(2.0),
+        lambda z: z[0, 0].fill_diagonal_(2.0, wrap=True),
     ],
 )
 def test_writes_to_heads(write: Callable[[Tensor], Any]) -> None:
