@@ -230,7 +230,11 @@ class SizedCalls:
         before, before_shapes = known.first
         symbolic = names.symbolic(values)
         captured = capture(sizes=symbolic)
-        if replace(captured.call, key=before.call.key) != before.call:
+        same = lambda other: replace(captured.call, key=other.call.key) == other.call
+        if not same(before):
+            # The first call of all may fill a cache, that others find.
+            before, before_shapes = _plain(known, shapes, capture), shapes
+        if not same(before):
             raise SizesLost("what the call returns or changes depends on them")
         joint = SizedJoint(symbolic.symbols, names.count, captured.joint)
         sized = SizedCall(names, captured, joint, Guards(model, captured.reads), symbolic.symbols.are_fixed)

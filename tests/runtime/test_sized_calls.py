@@ -257,31 +257,30 @@ class Unrolled(nn.Module):
         return h.square().sum()
 
 
-def test_what_is_unrolled_has_one_graph_for_each_length() -> None:
-    """At each batch size the same."""
-    model, calls = Unrolled().double(), SizedCalls()
+def captures_of(
+    model: nn.Module, calls: Sequence[Sequence[tuple[int, ...]]], ran: Callable[[], None] = lambda: None
+) -> list[int]:
+    """How often each call was captured, of these shapes; `ran` is what a call does besides."""
+    sized = SizedCalls()
     captures: list[int] = []
-    for batch_size, length in [
-        (8, 6),
-        (4, 5),
-        (4, 7),
-        (4, 8),
-        (4, 9),
-        (6, 9),
-        (10, 7),
-        (9, 8),
-        (5, 6),
-        (7, 6),
-    ]:
-        args = (torch.ones(batch_size, length, 3, dtype=torch.float64),)
+    for shapes in calls:
+        args = tuple(torch.ones(shape, dtype=torch.float64) for shape in shapes)
         made: list[None] = []
 
         def capture(args: Any = args, made: list[None] = made, **given: Any) -> Captured:
             made.append(None)
             return canonical_capture(model, args, {}, **given)
 
-        calls.captured(model, GlobalCall(args, {}, {}, (tuple(args[0].shape),)), capture)
+        sized.captured(model, GlobalCall(args, {}, {}, tuple(shapes)), capture)
+        ran()
         captures.append(len(made))
+    return captures
+
+
+def test_what_is_unrolled_has_one_graph_for_each_length() -> None:
+    """At each batch size the same."""
+    sizes = [(8, 6), (4, 5), (4, 7), (4, 8), (4, 9), (6, 9), (10, 7), (9, 8), (5, 6), (7, 6)]
+    captures = captures_of(Unrolled().double(), [((*size, 3),) for size in sizes])
     # Of a new length one with symbols and one without, to compare; the first call is compared with.
     assert captures == [1, 2, 2, 2, 2, 0, 0, 0, 1, 0]
 
@@ -301,19 +300,30 @@ class Continuing(nn.Module):
 
 def test_a_mask_of_later_queries_is_one_for_all_lengths() -> None:
     """It is never the causal one, which begins with the first."""
-    model, calls = Continuing().double(), SizedCalls()
-    captures: list[int] = []
-    for length in (5, 6, 7, 12):
-        args = tuple(torch.ones(4, 1, n, WIDTH, dtype=torch.float64) for n in (2, length))
-        made: list[None] = []
-
-        def capture(args: Any = args, made: list[None] = made, **given: Any) -> Captured:
-            made.append(None)
-            return canonical_capture(model, args, {}, **given)
-
-        calls.captured(model, GlobalCall(args, {}, {}, tuple(tuple(one.shape) for one in args)), capture)
-        captures.append(len(made))
+    captures = captures_of(
+        Continuing().double(), [((4, 1, 2, WIDTH), (4, 1, n, WIDTH)) for n in (5, 6, 7, 12)]
+    )
     assert captures == [1, 1, 0, 0]
+
+
+LOADED: dict[str, str] = {}
+
+
+class Loading(nn.Module):
+    """What the first call finds is kept for all others, as einops keeps its backends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOADED.setdefault("backend", "torch")
+        return x.square().sum()
+
+
+def test_a_cache_that_the_first_call_fills_is_no_other_kind_of_call() -> None:
+    """The second is captured once more without symbols, as the first said something else."""
+    LOADED.clear()
+    captures = captures_of(
+        Loading(), [((size, 3),) for size in (4, 5, 6, 9)], ran=lambda: LOADED.update(backend="torch")
+    )
+    assert captures == [1, 2, 0, 0]
 
 
 class Remembering(nn.Module):
