@@ -30,7 +30,7 @@ from autoshard.plan.other_sizes import checked_sizes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
-from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.planning import ProfileLike, load_profile, mesh_spec
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.executable import SeedStream
 from autoshard.runtime.module import install
@@ -40,6 +40,7 @@ from autoshard.watching.agreement import agree, collectively
 from cost_model.errors import ShardingError, checked_seconds, checked_share
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
+from passes.capture.model_state import named_parameters
 from passes.compile.compile_graph import check_backend
 from passes.ir.process_state import random_state_kept
 from passes.ir.routing import checked_routing

@@ -37,6 +37,7 @@ from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.task import Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import may_refine, shared_refined_plan
+from autoshard.runtime.call_program import MOST_TRIED, Checks, Otherwise
 from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError, checked_seconds, checked_share, type_of
 from cost_model.measure.measure import check_device_type
@@ -46,12 +47,15 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.canonicalize.mark_rows import experts_of
-from passes.capture import Captured, capture
+from passes.capture import Captured, capture, flatten_call
+from passes.capture.model_state import named_parameters
 from passes.capture.questions import NO_ANSWERS, Answers
 from passes.compile.compile_graph import check_backend
 from passes.ir.process_state import collector_paused, random_state_kept
 from passes.ir.routing import BALANCED, Routing, check_experts, checked_routing
+from passes.ir.torch_compat import has_value
 from passes.ir.torch_sizes import SymbolicShapes, symbolic_sizes
+from passes.simulate.reference import call_outputs
 
 ProfileLike = Profile | str | os.PathLike[str] | None
 
@@ -184,7 +188,7 @@ def find_plan(
     capture_here = partial(canonical_capture, device=torch.device(spec.device_type), routing=routed)
     as_called = as_inference(model) if inference else nullcontext()
     with as_called, autocast_as(spec, autocast):
-        captured = capture_here(model, given.args, given.kwargs)
+        captured, capture_here = captured_as_taken(capture_here, model, given.args, given.kwargs)
     check_experts(routed, experts_of(captured.joint.graph))
     ends = CallEndsAsked(spec, out_placements, inference, given.dtensors)
     call = ends(captured, given.layouts)
@@ -231,9 +235,27 @@ def canonical_capture(
         return replace(captured, joint=canonicalize(captured.joint))
 
 
-def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter by every name it has: tied ones appear under all of them."""
-    return dict(model.named_parameters(remove_duplicate=False))
+def captured_as_taken(
+    capture_as: Callable[..., Captured], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Captured, Callable[..., Captured]]:
+    """The graph of those sides of branches that the call takes, where these are values; and what captures others so."""
+    tensors, captured = flatten_call(args, kwargs)[0], capture_as(model, args, kwargs)
+    here = captured.joint.device.type
+    has_values = all(has_value(t, here) for t in (*tensors, *model.parameters(), *model.buffers()))
+    for _ in range(MOST_TRIED):
+        branches = {
+            index for index, check in captured.call.checks if index is not None and check.error is None
+        }
+        if not branches or not has_values:
+            break
+        asked = {index for index, _ in captured.call.checks if index is not None}
+        try:
+            Checks(captured.call)(call_outputs(captured.joint, model, tensors, asked), later=False)
+            break
+        except Otherwise as other:
+            capture_as = partial(capture_as, answers=other.answers)
+            captured = capture_as(model, args, kwargs)
+    return captured, capture_as
 
 
 @contextmanager

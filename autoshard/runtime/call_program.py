@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -250,13 +250,17 @@ class Otherwise(Exception):
         self.answers, self.place = answers, place
 
 
+MOST_TRIED = 64
+"""Programs of one call, of which each tells one more of the values that the forward asks for."""
+
+
 class Checks:
     """The checks of one program, asked after each forward, before anything of the user's is changed."""
 
     def __init__(self, call: CallSpec) -> None:
         self._checks = call.checks
 
-    def __call__(self, outputs: Sequence[Tensor], later: bool) -> Callable[[], None]:
+    def __call__(self, outputs: Sequence[Tensor] | Mapping[int, Tensor], later: bool) -> Callable[[], None]:
         """Raises Otherwise, on all ranks alike.
 
         later: whether a check that only raises may wait on a device, so that its host need not wait for the forward;
@@ -264,6 +268,7 @@ class Checks:
         waiting: list[tuple[Check, Tensor]] = []
         found: list[Tensor] = []
         other: tuple[int, str] | None = None
+        device_type = "cpu"
         for index, check in self._checks:
             if index is None:
                 found.append(check.answer)
@@ -271,6 +276,7 @@ class Checks:
             value = outputs[index].detach()
             if later and check.error is not None and value.device.type != "cpu":
                 waiting.append((check, value.to("cpu", non_blocking=True)))
+                device_type = value.device.type
                 found.append(check.answer)
                 continue
             found.append(value.cpu())
@@ -279,7 +285,7 @@ class Checks:
         if other is not None:
             count, place = other
             raise Otherwise(Answers(tuple(found[:count]), self._by_lines(found, count)), place)
-        return _late(waiting, outputs) if waiting else _nothing
+        return _late(waiting, device_type) if waiting else _nothing
 
     def _by_lines(self, found: Sequence[Tensor], count: int) -> dict[str, list[Tensor]]:
         """The truth values among `found`, from the one at `count` on."""
@@ -290,8 +296,8 @@ class Checks:
         return later
 
 
-def _late(waiting: Sequence[tuple[Check, Tensor]], outputs: Sequence[Tensor]) -> Callable[[], None]:
-    copied = torch.Event(outputs[0].device.type)
+def _late(waiting: Sequence[tuple[Check, Tensor]], device_type: str) -> Callable[[], None]:
+    copied = torch.Event(device_type)
     copied.record()
 
     def settle() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autoshard.runtime.call_program import Otherwise
+from autoshard.runtime.call_program import MOST_TRIED, Otherwise
 from autoshard.runtime.guards import Guards
 from cost_model.errors import CaptureError, ShardingError, log
 from passes.capture.questions import NO_ANSWERS, Answers
@@ -41,8 +41,6 @@ class Built(Protocol):
 
 MOST_KEPT = 128
 """Executables of one model."""
-MOST_TRIED = 64
-"""Programs of one call, of which each tells one more of the values that the forward asks for."""
 
 Build = Callable[[tuple[Any, ...], dict[str, Any], Answers], Built]
 

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard.arguments import check_unwrapped
-from autoshard.planning import named_parameters
 from autoshard.runtime.process_groups import (
     bound_device,
     local_device,
@@ -28,6 +27,7 @@ from autoshard.runtime.process_groups import (
 )
 from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
+from passes.capture.model_state import named_parameters
 from passes.capture.places import Root, Via, contents, refill
 from passes.capture.surroundings import held_by, module_attributes
 from passes.ir.torch_dtensor import dtensor_from, is_partial, local_of, memory_of, sharding_of

@@ -16,7 +16,7 @@ from autoshard.call_ends import autocast_as
 from autoshard.global_call import GlobalCall, as_call, in_order
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
-from autoshard.planning import canonical_capture
+from autoshard.planning import canonical_capture, captured_as_taken
 from autoshard.runtime.module import original_forward
 from autoshard.verification.part_errors import Divergence, Watcher
 from autoshard.verification.simulated_step import (
@@ -165,8 +165,10 @@ def _drawn(like: torch.Tensor, shape: Sequence[int], seed: int) -> torch.Tensor:
 def _captured(
     model: nn.Module, plan: Plan, call: Arguments, autocast: torch.dtype | None, **given: Any
 ) -> Captured:
+    capture_as = partial(canonical_capture, device=torch.device(plan.mesh.device_type), **given)
     with autocast_as(plan.mesh, autocast):
-        return canonical_capture(model, *call, device=torch.device(plan.mesh.device_type), **given)
+        # Symbols have no values, which say what sides of branches the call takes.
+        return capture_as(model, *call) if given else captured_as_taken(capture_as, model, *call)[0]
 
 
 def _verified(
@@ -186,7 +188,12 @@ def _verified(
         captured = _captured(model, plan, call, autocast)
         planned = planned_graph(captured, plan)
     args, kwargs = call
-    plan.check_graph(planned)
+    try:
+        plan.check_graph(planned)
+    except PlanError as error:
+        if places := [check.place for index, check in captured.call.checks if index is not None]:
+            error.add_note(f"  a plan goes one way, that of find_plan's example inputs, at {places[0]}")
+        raise
     cut = cut_for_stages(planned, plan.micro_batches) if plan.axis else planned
     joint = captured.joint
     if any(parameter.is_meta for parameter in model.parameters()):

@@ -218,6 +218,11 @@ def find_slots(model: nn.Module) -> list[Slot]:
     return list(found.values())
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by every name it has: tied ones appear under all of them."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Every buffer and tensor attribute, by every name."""
     slots = [slot for slot in find_slots(model) if not slot.is_parameter]

@@ -42,6 +42,14 @@ def fake_mode_of(value: Any) -> Any:
     raise AssertionError(f"no FakeTensor in {value!r}")
 
 
+def has_value(value: torch.Tensor, device_type: str) -> bool:
+    """Whether it is a tensor with values there: no fake, and none of a subclass's parts. Since 2.0."""
+    from torch._subclasses import FakeTensor
+    from torch.distributed.tensor import DTensor
+
+    return value.device.type == device_type and not isinstance(value, (FakeTensor, DTensor))
+
+
 def no_fake_mode() -> AbstractContextManager[Any]:
     """Whatever fake mode is at work is not, inside: fakes of another one would not be taken. Since 2.0."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from passes.capture.model_state import named_state, state_kept
+from passes.capture.model_state import named_parameters, named_state, state_kept
+from passes.ir.graph_pass import duplicate_module
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.ir.op_traits import READ_AS_BYTES, draws, rounds
 from passes.ir.process_state import autocast_off
@@ -176,6 +177,23 @@ def graph_values(joint: JointGraph, values: Sequence[Tensor]) -> tuple[list[Tens
     return list(results), recorder.values
 
 
+def call_outputs(
+    joint: JointGraph, model: nn.Module, tensors: Sequence[Tensor], indices: Collection[int]
+) -> dict[int, Tensor]:
+    """Some outputs of the call, by index, of the unsharded graph: nothing that they do not need is computed."""
+    places = {
+        end.index: p for p, end in enumerate(joint.outputs) if end.kind == "output" and end.index in indices
+    }
+    module = duplicate_module(joint.module)
+    output = module.graph.output_node()
+    returned: Any = output.args[0]
+    output.args = (tuple(returned[place] for place in places.values()),)
+    module.graph.eliminate_dead_code()
+    values = reference_inputs(joint, model, tensors, seed=0)
+    results, _ = graph_values(replace(joint, module=module), values)
+    return {index: value for index, value in zip(places, results, strict=True) if value is not None}
+
+
 def eager_results(
     joint: JointGraph, model: nn.Module, call: Callable[[], Sequence[Tensor]], values: Sequence[Tensor]
 ) -> list[Tensor | None]:
@@ -204,7 +222,7 @@ def _gradients(
     model: nn.Module, outputs: Sequence[Tensor], tangents: Mapping[int, Tensor]
 ) -> dict[str, Tensor]:
     """By parameter name. `autograd.grad`: `.grad` of parameters and inputs, and what hooks do with it, stay."""
-    trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
+    trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
     if not pairs or not trained:
         return {}
@@ -229,10 +247,4 @@ def _result(
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and states, by every name."""
-    return {**_parameters(model), **named_state(model)}
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter by every name: a tied one may be known to the graph by any of them."""
-    return dict(model.named_parameters(remove_duplicate=False))
+    return {**named_parameters(model), **named_state(model)}

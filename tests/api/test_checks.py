@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoshard import MeshSpec, PlanError, find_plan, verify
 from autoshard.runtime.call_program import Checks, Otherwise
 from passes.capture import capture
 from tests.api.programs import Axes, assert_close, full, parallel
@@ -185,3 +186,30 @@ def test_experts_without_rows_are_skipped(ranks: RankPool) -> None:
         assert_close(losses, routed(0, None))
     ((_, first), (_, second)) = capture(Experts(), (torch.randn(8, 4),), {}).call.checks
     assert first.error is second.error is None and not (first.answer or second.answer)
+
+
+class Sides(nn.Module):
+    """Two branches one after the other, of which a search guesses neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x = x.sin() if x.sum() > 0 else x.cos()
+        return x.exp() if x[0, 0].item() > 0.9 else x.tanh()
+
+
+def test_a_plan_is_of_the_sides_that_its_example_inputs_take() -> None:
+    torch.manual_seed(0)
+    model = Sides()
+    inputs = [torch.full((2, 4), number, dtype=torch.float64) for number in (-3.0, -0.3, 0.3, 3.0)]
+    plans = [find_plan(model, MeshSpec({"x": 2}), x) for x in inputs]
+    assert len({plan.origin.graph_hash for plan in plans}) > 1
+    for plan, x in zip(plans, inputs, strict=True):
+        assert verify(model, plan, x).ok
+    with pytest.raises(PlanError) as refused:
+        for x in inputs:
+            verify(model, plans[0], x)
+    assert "a plan goes one way, that of find_plan's example inputs, at " in refused.value.__notes__[0]
