@@ -239,14 +239,11 @@ def captured_as_taken(
     capture_as: Callable[..., Captured], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Captured, Callable[..., Captured]]:
     """The graph of those sides of branches that the call takes, where these are values; and what captures others so."""
-    tensors, captured = flatten_call(args, kwargs)[0], capture_as(model, args, kwargs)
-    here = captured.joint.device.type
-    has_values = all(has_value(t, here) for t in (*tensors, *model.parameters(), *model.buffers()))
+    captured = capture_as(model, args, kwargs)
+    tensors, here = flatten_call(args, kwargs)[0], captured.joint.device.type
+    have_values = lambda: all(has_value(t, here) for t in (*tensors, *model.parameters(), *model.buffers()))
     for _ in range(MOST_TRIED):
-        branches = {
-            index for index, check in captured.call.checks if index is not None and check.error is None
-        }
-        if not branches or not has_values:
+        if not captured.call.branches or not have_values():
             break
         asked = {index for index, _ in captured.call.checks if index is not None}
         try:

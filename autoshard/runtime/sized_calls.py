@@ -208,6 +208,7 @@ class SizedCalls:
             plain = _plain(known, shapes, capture) if names.count else None
         if known.first is not None and known.attempts and (plain is not None or known.first[1] != shapes):
             known.attempts -= 1
+            first = known.first
             try:
                 found = self._with_symbols(model, names, known, shapes, capture)
                 known.sized.append(found[1].call)
@@ -217,6 +218,8 @@ class SizedCalls:
             except Exception as error:  # whatever code says to a number that is a symbol
                 level = logging.DEBUG if plain is None else logging.WARNING
                 log.log(level, "no graph for all sizes, each is captured by itself: %s", error)
+            if known.first is not first:  # captured meanwhile, to compare with
+                plain = known.first[0]
             if known.attempts and not known.sized:
                 known.attempts -= 1
         return plain or _plain(known, shapes, capture), None

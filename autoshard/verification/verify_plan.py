@@ -191,8 +191,8 @@ def _verified(
     try:
         plan.check_graph(planned)
     except PlanError as error:
-        if places := [check.place for index, check in captured.call.checks if index is not None]:
-            error.add_note(f"  a plan goes one way, that of find_plan's example inputs, at {places[0]}")
+        for check in list(captured.call.branches.values())[:1]:
+            error.add_note(f"  a plan goes one way, that of find_plan's example inputs, at {check.place}")
         raise
     cut = cut_for_stages(planned, plan.micro_batches) if plan.axis else planned
     joint = captured.joint
@@ -247,8 +247,8 @@ def _check_answers(captured: Captured, results: Sequence[torch.Tensor | None]) -
     """PlanError where a branch of the forward goes another way than in the graph. results: of its outputs."""
     ends = zip(captured.joint.outputs, results, strict=True)
     outputs = {end.index: value for end, value in ends if end.kind == "output"}
-    for index, check in captured.call.checks:
-        value = None if index is None or check.error is not None else outputs[index]
+    for index, check in captured.call.branches.items():
+        value = outputs[index]
         if value is not None and not torch.equal(value.cpu(), check.answer):
             raise PlanError(
                 f"with these inputs the forward gets {value.tolist()}, and in the plan {check.answer.tolist()}\n"

@@ -243,6 +243,11 @@ class CallSpec:
         )
 
     @property
+    def branches(self) -> dict[int, Check]:
+        """Of these, by output, those with two sides: where one comes out otherwise, the forward does something else."""
+        return {index: check for index, check in self.checks if index is not None and check.error is None}
+
+    @property
     def _left(self) -> Iterator[tuple[Tree, Place]]:
         return zip(_children(_children(self.outputs)[1]), self.places, strict=True)
 

@@ -138,8 +138,8 @@ rough answer all of it, and none."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
 LEFT = 10.0
-"""What may be left open of such a problem once small parts of it were searched, as a share of the least cost without a
-limit: all. An integer program of all of it takes minutes."""
+"""What may be left open of such a problem, and of a mix of columns, once small parts of it were searched, as a share of
+the least cost without a limit: all. An integer program of all of it takes minutes."""
 LARGE, MANY = 1_000_000, 0.5
 """Edge entries beyond which layers are taken alike first, and share of all nodes that may be of kinds of their own."""
 

@@ -98,3 +98,12 @@ def test_a_cache_that_the_first_call_fills_is_no_other_kind_of_call() -> None:
         Loading(), [((size, 3),) for size in (4, 5, 6, 9)], ran=lambda: LOADED.update(backend="torch")
     )
     assert captures == [1, 2, 0, 0]
+
+
+class Telling(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x.square().sum(), f"{x.shape[0]} rows"
+
+
+def test_a_call_that_tells_its_sizes_is_captured_once_with_symbols_and_once_without() -> None:
+    assert captures_of(Telling(), [((size, 3),) for size in (4, 5)]) == [1, 2]
