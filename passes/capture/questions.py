@@ -227,7 +227,7 @@ class Questions:
             self.asked[-1] = replace(asked[-1], answer=AWAITED)
         look, value = partial(self._look, len(self.asked) - 1), asked[-1].value
         is_whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        if not (is_whole and value.dim() <= 1 and self._asks) or asked[-1].known.value is not None:
+        if not (is_whole and value.dim() <= 1 and self._asks):
             return Awaited(value, look)
         counts = AwaitedCounts if value.dim() else AwaitedCount
         return counts(value, look, self._some)

@@ -26,6 +26,7 @@ from passes.capture.rows import (
     rows_in,
     unknown,
 )
+from passes.capture.stand_ins import Awaited
 from passes.ir.torch_tracing import tracing_suspended
 
 Answer = Callable[..., Any]
@@ -366,4 +367,4 @@ def _key_of(given: Any) -> Hashable:
     if isinstance(given, (tuple, list)):
         keys = tuple(map(_key_of, given))
         return None if None in keys else keys
-    return repr(given) if isinstance(given, _PLAIN) else None
+    return repr(given) if isinstance(given, _PLAIN) and not isinstance(given, Awaited) else None

@@ -24,7 +24,7 @@ from passes.capture.places import (
     unchanged,
 )
 from passes.capture.provenance import refused
-from passes.capture.stand_ins import Counted, Spot, Stored
+from passes.capture.stand_ins import Awaited, Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
 from passes.ir.torch_dispatch import module_reads_seen
 
@@ -125,7 +125,8 @@ def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[s
     for key, value in new.items():
         at, before = Via(where, key, True), old.get(key, _ABSENT)
         if isinstance(value, Counted):
-            found += [(Incremented(at), value.change)] if value.change else []
+            is_changed = isinstance(value.change, Awaited) or value.change
+            found += [(Incremented(at), value.change)] if is_changed else []
         elif not _same(before, value.held if isinstance(value, Stored) else value):
             found.append((Assigned(at), value))
     gone = [key for key in old if key not in new]
@@ -238,5 +239,5 @@ def _spot(place: Place, value: Any) -> Spot | None:
     if not isinstance(module, nn.Module):
         return None
     old = vars(module).get(held.key)
-    is_number = type(old) is type(value) and type(value) in (int, float)
+    is_number = type(old) in (int, float) and value.__class__ is type(old)  # one that is awaited too
     return (module, held.key) if held is not at or is_number else None

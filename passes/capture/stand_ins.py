@@ -23,13 +23,14 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partialmethod, reduce
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _BOTH = "bool eq ne lt le gt ge mul rmul str format hash iter len getitem contains reversed"
 NUMBERS = (
@@ -94,11 +95,45 @@ class Awaited:
             return found
         raise found
 
-    def _is(self, comparison: Callable[[Any, Any], Any], other: Any) -> bool:
-        """A branch on one number, by another."""
-        if self.value.dim() or not isinstance(other, (bool, int, float)):
-            raise self._look(comparison.__name__)
-        return bool(comparison(self.value, other.value if isinstance(other, Awaited) else other))
+    def _is(self, comparison: Callable[[Any, Any], Any], other: Any) -> Any:
+        """A branch on one number, by another; of tensors a tensor."""
+        if isinstance(other, Tensor):
+            return _beside_tensors(comparison, (self, other), {})
+        return bool(comparison(*self._numbers(comparison.__name__, self, other)))
+
+    def _numbers(self, method: str, *operands: Any) -> list[Any]:
+        """Of whole numbers and floats, which are computed with as Python does."""
+        for operand in operands:
+            if not isinstance(operand, (bool, int, float)) or (
+                isinstance(operand, Awaited) and operand.value.dim()
+            ):
+                raise self._look(method)
+        return [operand.value.detach() if isinstance(operand, Awaited) else operand for operand in operands]
+
+    def _computed(self, operation: Callable[..., Any], method: str, *operands: Any) -> Any:
+        """One number more; of tensors a tensor."""
+        if any(isinstance(operand, Tensor) for operand in operands):
+            return _beside_tensors(operation, operands, {})
+        numbers = self._numbers(method, *operands)
+        if operation in (operator.truediv, operator.floordiv, operator.mod) and operands[1] == 0:
+            raise ZeroDivisionError("division by zero")
+        if operation is operator.pow and not (type(operands[1]) is int and operands[1] >= 0):
+            raise self._look(method)  # it may be complex, or a division
+        if operation is operator.truediv:
+            numbers = [n.double() if isinstance(n, Tensor) else float(n) for n in numbers]
+        return Awaited(
+            operation(*(+n if isinstance(n, bool) else n for n in map(_whole, numbers))), self._look
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _beside_tensors(func, args, kwargs or {})
 
     def __bool__(self) -> bool:
         return self._is(operator.ne, 0)
@@ -113,7 +148,52 @@ def _compared(kind: type) -> None:
         setattr(kind, f"__{name}__", partialmethod(kind._is, getattr(operator, name)))  # type: ignore[attr-defined]
 
 
+def _beside_tensors(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """A number beside tensors is one of their dtype where it is of the same kind, as torch has it. Arithmetic of 16
+    bits takes it in 32, so that the result would have 32 too where no tensor has dims."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    awaited = [leaf for leaf in leaves if isinstance(leaf, Awaited)]
+    if not tensors or any(one.value.dim() for one in awaited):
+        raise awaited[0]._look("__torch_function__")
+    common = torch.empty(1, dtype=reduce(torch.promote_types, [t.dtype for t in tensors]), device="meta")
+    is_wide = func.__name__.strip("_") in _WIDE and common.dtype in (torch.bfloat16, torch.float16)
+
+    def beside(number: Awaited) -> Tensor:
+        dtype = torch.float32 if is_wide else torch.result_type(common, number._kind(1))
+        return number.value.detach().to(dtype)
+
+    args, kwargs = pytree.tree_map_only(Awaited, beside, (args, kwargs))
+    result = func(*args, **kwargs)
+    return result.to(common.dtype) if is_wide and not any(t.dim() for t in tensors) else result
+
+
+_WIDE = frozenset(
+    f"{how}{name}" for how in ("", "r", "i") for name in ["add", "sub", "mul", "div", "truediv", "pow"]
+)
+"""Of an op with a number: PyTorch's `BinaryOpsKernel.cpp`, `opmath_t`."""
+
+
+def _whole(number: Any) -> Any:
+    return number.to(torch.int64) if isinstance(number, Tensor) and number.dtype == torch.bool else number
+
+
+def _computing(kind: type) -> None:
+    """Give `kind` arithmetic as calls of its `_computed`."""
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        method, operation = f"__{name}__", getattr(operator, name)
+        setattr(kind, method, lambda self, other, o=operation, m=method: self._computed(o, m, self, other))
+        reflected = f"__r{name}__"
+        setattr(
+            kind, reflected, lambda self, other, o=operation, m=reflected: self._computed(o, m, other, self)
+        )
+    for name in ("neg", "pos", "abs"):
+        method, operation = f"__{name}__", getattr(operator, name)
+        setattr(kind, method, lambda self, o=operation, m=method: self._computed(o, m, self))
+
+
 _compared(Awaited)
+_computing(Awaited)
 note_uses(Awaited, f"{NUMBERS} {CONTAINERS} repr")
 
 
@@ -210,9 +290,9 @@ class AwaitedCount(Awaited):
         self.some, self.more = some, more
         self.terms: Terms = frozenset({(object(), 1)}) if terms is None else terms
 
-    def _plus(self, other: Any, sign: int, method: str) -> AwaitedCount:
+    def _plus(self, other: Any, sign: int, method: str) -> Any:
         if type(other) not in (AwaitedCount, int):
-            raise self._look(method)
+            return self._computed(operator.add if sign > 0 else operator.sub, method, self, other)
         terms, more = (other.terms, other.more) if type(other) is AwaitedCount else ((), other)
         summed = dict(self.terms)
         for one, factor in terms:
@@ -221,18 +301,18 @@ class AwaitedCount(Awaited):
         value = self.value + sign * number_in(other)
         return AwaitedCount(value, self._look, self.some, left, self.more + sign * more)
 
-    def __add__(self, other: Any) -> AwaitedCount:
+    def __add__(self, other: Any) -> Any:
         return self._plus(other, 1, "__add__")
 
     __radd__ = __iadd__ = __add__
 
-    def __sub__(self, other: Any) -> AwaitedCount:
+    def __sub__(self, other: Any) -> Any:
         return self._plus(other, -1, "__sub__")
 
     def _is(self, comparison: Callable[[Any, Any], Any], other: Any) -> bool:
         """Where none is told from any, `some` says which it is; all else is a branch like others."""
         if type(other) not in (AwaitedCount, int):
-            raise self._look(comparison.__name__)
+            return super()._is(comparison, other)
         none, one, many = (comparison(n, 0 if type(other) is AwaitedCount else other) for n in (0, 1, 2))
         is_equality = comparison in (operator.eq, operator.ne)
         if none != one == many and (type(other) is int or is_equality):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -94,17 +95,13 @@ def test_gradients_and_plans() -> None:
     assert not model.log and model.last is None
 
 
-def used(m: Any, h: Tensor, x: Tensor) -> Any:
-    return h * h.max().item()
-
-
 def to_torch(m: Any, h: Tensor, x: Tensor) -> Any:
     return h + torch.full((4,), h.max().item())
 
 
 def read_later(m: Any, h: Tensor, x: Tensor) -> Any:
     m.last = h.max().item()
-    return h if m.last * 2 > 0 else -h
+    return h * round(m.last)
 
 
 def compared(m: Any, h: Tensor, x: Tensor) -> Any:
@@ -116,7 +113,7 @@ def compared(m: Any, h: Tensor, x: Tensor) -> Any:
 
 def caught(m: Any, h: Tensor, x: Tensor) -> Any:
     try:
-        return h * h.max().item()
+        return h * math.sqrt(h.max().item())
     except Exception:
         return h
 
@@ -125,7 +122,40 @@ def counted(m: Any, h: Tensor, x: Tensor) -> Any:
     return h, len(h.max(0).values.tolist())
 
 
-USES = {used: 1, to_torch: 1, read_later: 2, caught: 2, counted: 1}
+USES = {to_torch: 1, read_later: 2, caught: 2, counted: 1}
+
+
+def computed(m: Any, h: Tensor, x: Tensor) -> Any:
+    scale, rows = h.abs().max().item() / 127, max((h > 0).sum().item(), 1)
+    low, high = -h.std().item(), 2 * h.std().item() + 0.1
+    m.last = high - low / rows
+    scale = scale + (rows // 3 + rows % 7) ** 2 / 100
+    h = torch.round(h / scale) * scale + (rows - 1.5) * h.clamp(low, high)
+    h = torch.where(h > high, low, h) + (low < h) * abs(low) + h.abs() ** high
+    h[0] = high
+    return h.sum() / (rows + 257) + h.add(+high).mul_(low).lerp(h, high), m.last
+
+
+def test_a_number_is_computed_with() -> None:
+    """As Python does, beside tensors as torch does, in every dtype."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model, x = Logs(lambda m, h, x: computed(m, x, x)).to(dtype), torch.randn(6, 4).to(dtype)
+        wanted, kept = model(x)
+        captured = capture(model, (x,), {})
+        found = run_graph(captured, tensors_of(model), [x], [torch.ones_like(wanted)])
+        outputs: Any = [found["output", f"output {i}"] for i in range(captured.call.output_count)]
+        torch.testing.assert_close(outputs[0], wanted, rtol=1e-6, atol=0)
+        assert any(
+            one.dtype == torch.float64 and not one.dim() and math.isclose(one.item(), kept) for one in outputs
+        )
+
+
+def test_a_number_that_may_be_zero_divides_a_number() -> None:
+    """As in Python it is an error, at the call."""
+    divided = Logs(lambda m, h, x: h * (1 / x.sum().item()))
+    captured = capture(divided, (torch.ones(2, 4),), {})
+    assert any(isinstance(check.error, ZeroDivisionError) for _, check in captured.call.checks)
 
 
 def test_a_number_is_compared() -> None:
@@ -143,7 +173,7 @@ def test_a_number_is_compared() -> None:
         except Otherwise as otherwise:
             captured, others = capture(model, (x,), {}, answers=otherwise.answers), others + 1
             continue
-        torch.testing.assert_close(outputs[0], wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(outputs[0], wanted, rtol=1e-6, atol=0)
     assert 0 < others < 8
 
 

@@ -66,6 +66,29 @@ def test_only_what_decides_is_read() -> None:
     assert captured.reads[module] - {"forward"} == {"scale"}
 
 
+def test_a_sum_of_computed_numbers_is_not_read() -> None:
+    """Of losses, say: it makes no new kind of call."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.total = nn.Linear(3, 3), 1.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mix(x)
+            self.total += y.mean().item() / 2
+            return y
+
+    model = Sums()
+    captured = capture(model, (torch.randn(2, 3),), {})
+    assert "Incremented" in names(captured)
+    assert not any("total" in read for read in captured.reads.values())
+    values = [torch.tensor(3.0) for _ in range(captured.call.output_count)]
+    for _ in range(2):
+        captured.call.unflatten(values, (torch.randn(2, 3),), {})
+    assert model.total == 1.5 + 3 + 3
+
+
 def test_a_counter_that_is_looked_at_is_an_attribute() -> None:
     class Warm(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -182,7 +183,7 @@ def of_more_than_one_row(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def a_computed_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
-    return h * h.max().item()
+    return h * math.sqrt(h.max().item())
 
 
 def endless(m: Any, h: Tensor, x: Tensor) -> Tensor:
