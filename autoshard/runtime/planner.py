@@ -162,7 +162,7 @@ class Planner:
             return self._plan(captured, layouts), True
         task = self.task(captured, layouts, s.pins)
         timed = None if store is None else store.read().if_any()
-        tuned = kept_plan(tuned_path(task), replace(task, timed=timed))
+        tuned = kept_plan(tuned_path(task, self.division), replace(task, timed=timed))
         if tuned is not None:
             return tuned, True
         search = lambda own, until: kept_plan(plan_path(own), own) or search_plan(own, until)
@@ -238,7 +238,7 @@ class Planner:
         return task if s.optimizer is None else replace(task, optimizer=s.optimizer)
 
 
-def tuned_path(task: Task) -> Path:
+def tuned_path(task: Task, division: Division) -> Path:
     """The file of the plan that tuning ended with."""
     largest = {} if task.sizes is None else task.sizes.largest
-    return plan_path(task, "tuned", *largest.items())
+    return plan_path(task, "tuned", division, *largest.items())

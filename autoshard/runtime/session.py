@@ -384,7 +384,7 @@ def _at_once(home: StartingHome, planner: Planner, call: Call, fingerprint: obje
         if (
             work is None and home.mesh.get_rank() == 0
         ):  # nothing better is looked for at the next start either
-            keep_tuned(planner.task(call.whole, call.layouts, home.settings.pins), plan)
+            keep_tuned(planner.task(call.whole, call.layouts, home.settings.pins), planner.division, plan)
     to_compile = None if compiled or backend == "eager" else made
     if to_compile is not None and backend == "inductor":
         warm_inductor()

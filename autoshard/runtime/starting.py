@@ -87,7 +87,7 @@ class Searching:
             if _seconds(found, under) < (1.0 - 0.02) * _seconds(best, under):
                 best = found
                 talk.send(Better(found.to_json()))
-        keep_tuned(self.task, best)
+        keep_tuned(self.task, self.division, best)
 
     def _found(self, talk: Talk) -> Iterator[tuple[Plan, TimedPrices | None]]:
         """Plans, one after the other, and what was timed by then."""
@@ -105,10 +105,10 @@ class Searching:
             yield end.value.plan, end.value.timed
 
 
-def keep_tuned(task: Task, plan: Plan) -> None:
+def keep_tuned(task: Task, division: Division, plan: Plan) -> None:
     """For the next start."""
     if plan.micro_batches == plan.head_pieces == 1:
-        keep_plan(tuned_path(task), plan)
+        keep_plan(tuned_path(task, division), plan)
 
 
 def _budget(step_seconds: float, time_limit: float, nodes: int, backend: str) -> float:

@@ -152,3 +152,15 @@ def test_losses_are_those_of_one_process(
         assert_close(losses, wanted, 1e-12)
         states = [full(optimizer.state[p]) for p in alone.parameters()]
         assert_close(values, [full(dict(alone.named_parameters())), states], 1e-12)
+
+
+def pieces_of_starts(rank: int) -> list[int]:
+    """Of a start that asks for none, and of one after it that asks for two."""
+    x = data()[0]
+    starts = ({"tune": "background"}, {"tune": "background", "micro_batches": 2})
+    return [parallel(two_linear(), (("x", 2),), (x,), **s).autoshard_plan.micro_batches for s in starts]  # type: ignore
+
+
+def test_what_an_earlier_start_ended_with_is_taken_where_the_same_is_asked_for(ranks: RankPool) -> None:
+    for pieces in ranks.run(pieces_of_starts, world=2):
+        assert pieces == [1, 2]
