@@ -169,7 +169,13 @@ class Planner:
         rough = Listener(lambda answer: answer.gap > ROUGH_GAP)
         # Of search before the first step; a first plan is needed, with head and loss whole or in pieces.
         soon = Deadline.after(min(2.0, s.time_limit), rough, first_plan=2.0 * FIRST_PLAN_SECONDS)
-        return self.division.fastest(task, soon, search), False
+        try:
+            return self.division.fastest(task, soon, search), False
+        except InfeasibleError:
+            if soon.left > 0.0:
+                raise
+            # It had little time. The user's is for a plan that fits.
+            return self.division.fastest(task, task.within(s.time_limit), search), False
 
     def store(self) -> TimedStore | None:
         """Where kernels and collectives are timed, their times. All ranks together."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import is_tuned
+from autoshard.plan.division import Division
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import resolve_pins
 from autoshard.plan.task import CallLayouts, search_plan
@@ -22,6 +23,8 @@ from autoshard.runtime import session, tuning
 from autoshard.runtime.beside import Better, Talk
 from autoshard.runtime.making import Call
 from autoshard.runtime.planner import Planner
+from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError
 from passes.capture import Captured
 from tests.api.programs import assert_close, data, full, parallel, two_linear
 from tests.ranks import RankPool
@@ -152,6 +155,30 @@ def test_losses_are_those_of_one_process(
         assert_close(losses, wanted, 1e-12)
         states = [full(optimizer.state[p]) for p in alone.parameters()]
         assert_close(values, [full(dict(alone.named_parameters())), states], 1e-12)
+
+
+def late(rank: int) -> tuple[int, bool]:
+    """How often a plan was looked for, where none is found in little time; whether there is one."""
+    searches: list[Deadline] = []
+    fastest = Division.fastest
+
+    def slow(self: Division, task: Any, deadline: Deadline, search: Any) -> Any:
+        searches.append(deadline)
+        if len(searches) > 1:
+            return fastest(self, task, deadline, search)
+        time.sleep(max(0.0, deadline.left))
+        raise InfeasibleError("nothing yet")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Division, "fastest", slow)
+        model = parallel(two_linear(), (("x", 2),), (data()[0],), refine="off", tune="background", gap=0.02)
+    return len(searches), isinstance(model.autoshard_plan, Plan)
+
+
+def test_a_plan_that_takes_longer_than_a_first_one_may_is_found(ranks: RankPool) -> None:
+    """Until `time_limit`: rank 0 searches."""
+    (first, found), (_, other) = ranks.run(late, world=2)
+    assert first >= 2 and found and other
 
 
 def pieces_of_starts(rank: int) -> list[int]:
