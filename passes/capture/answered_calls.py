@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import reduce, wraps
@@ -117,6 +118,15 @@ def lstsq(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | Non
     rank = torch.linalg.matrix_rank(A, rtol=rcond)
     residuals = _Residuals() if driver is None else none
     return _RESULTS.linalg_lstsq((solution, residuals, rank, none))
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """The same arguments and result as `torch.combinations`, which chooses by a mask of as many dims."""
+    if input.dim() != 1 or r < 1:
+        return torch.combinations(input, r, with_replacement)
+    chosen = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(chosen(range(input.shape[0]), r))
+    return input[torch.tensor(places, dtype=torch.int64).reshape(-1, r)]
 
 
 def repeat_interleave(
@@ -312,6 +322,7 @@ _ANSWERED: dict[Any, Callable[..., Any]] = {
     Tensor.numpy: array,
     Tensor.__array__: array,
     torch.linalg.lstsq: lstsq,
+    torch.combinations: combinations,
     Tensor.fill_diagonal_: fill_diagonal_,
     F.pad: pad,
     F.ctc_loss: ctc_loss,

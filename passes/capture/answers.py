@@ -12,6 +12,7 @@ then `check` is tested again).
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from cost_model.errors import AutoshardError, CaptureError, UnsupportedOpError
 from passes.capture.known_values import History
+from passes.capture.provenance import is_in_raise, is_user_file
 from passes.capture.questions import NO, Answers, Question, Questions, Undecided, remedy_at
 from passes.capture.rows import RowsUnknown
-from passes.capture.stand_ins import Awaited
+from passes.capture.stand_ins import AT_COMPUTED, Awaited
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
 T = TypeVar("T")
@@ -90,6 +92,8 @@ class _Search(Generic[T]):
             return False
         if _reads_awaited(run.stopped):
             return self._told(run, run.stopped)
+        if not _is_raised(run.stopped) and self._tells(run):
+            return True
         if not is_of_user(run.stopped):
             raise _with_remedy(run.stopped, run.asked)
         for place in reversed(range(self._sure, len(run.asked))):
@@ -107,19 +111,25 @@ class _Search(Generic[T]):
 
     def _told(self, run: Questions, error: Exception) -> bool:
         """The forward uses numbers that it was to keep only: it is told them where they are known, or of a branch."""
-        places = [run.read] if run.read is not None else range(len(run.asked))
-        used = [(place, run.asked[place]) for place in places if run.asked[place].is_awaited]
-        for place, question in used:
+        if self._tells(run):
+            return True
+        if isinstance(error, TypeError) and any(question.is_awaited for question in run.asked):
+            raise Undecided("") from error
+        raise error
+
+    def _tells(self, run: Questions) -> bool:
+        """Of the number that was read, or else of the first that can be told, what it is."""
+        places = [run.read] if run.read is not None else range(self._sure, len(run.asked))
+        for place in places:
+            question = run.asked[place]
             value = question.known.value
             if value is None and question.is_branch and run.read is not None:
                 value = NO
-            if value is not None and place >= self._sure:
+            if value is not None and question.is_awaited and place >= self._sure:
                 self._guesses[question.lines] = value
                 self._answers = [*map(_answer_of, run.asked[:place])]
                 return True
-        if used and isinstance(error, TypeError):
-            raise Undecided("") from error
-        raise error
+        return False
 
     def _check(self, run: Questions) -> None:
         asked, history = run.asked, run.history
@@ -171,12 +181,19 @@ def _reads_awaited(error: Exception) -> bool:
     return isinstance(error, (Undecided, CaptureError)) or Awaited.__name__ in str(error)
 
 
+def _is_raised(error: Exception) -> bool:
+    """Whether a `raise` or `assert` of the user's says so; else it may be of a stand-in that torch cannot take."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    return last is not None and is_user_file(last.filename) and is_in_raise(f"{last.filename}:{last.lineno}")
+
+
 def _with_remedy(error: Exception, asked: Sequence[Question]) -> Exception:
     if not is_value_missing(error) or not asked or asked[-1].answer is not None:
         return error
     remedy = (
         "torch.where, masks, or an argument that is a Python number; where the number is only kept, x.item() for "
-        "float(x)"
+        f"float(x); {AT_COMPUTED}"
     )
     found = UnsupportedOpError(
         "the value of a tensor decides what runs next (`float()`, `int()`, an index, ...)\n  try: "

@@ -23,8 +23,8 @@ _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an en
 """What torch says where a tensor that it has not traced from the beginning is written to."""
 
 _ELSEWHERE = (
-    "after each optimizer.step(), under torch.no_grad(); or work on a clone; or requires_grad=False, or a buffer "
-    "(register_buffer): both may change"
+    "after each optimizer.step(), under torch.no_grad(); or once, by a call before autoshard; or work on a "
+    "clone; or requires_grad=False, or a buffer (register_buffer): both may change"
 )
 _FLAGS = "change requires_grad flags of leaf variables"
 _FLAG_REMEDY = (
@@ -50,7 +50,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_m
 _COLLECTIVE_FILES = ("distributed_c10d.py", "_functional_collectives.py", os.path.join("nn", "functional.py"))
 """Of torch.distributed."""
 _DRAW_REMEDY = (
-    "leave `generator=` out, with torch.manual_seed(seed) before; or draw before the call, and pass that"
+    "leave `generator=` out, with torch.manual_seed(seed) before the call; or draw before it, and pass that"
 )
 _LONGEST = 1500
 """Characters of torch's own text: some list a whole graph."""
@@ -140,7 +140,9 @@ def _explain(cause: Exception, place: str) -> tuple[str, str]:
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             remedy_at(
-                place, "torch.where, masks, an argument that is a Python number, or do it outside of forward"
+                place,
+                getattr(cause, "remedy", "")
+                or "torch.where, masks, an argument that is a Python number, or do it outside of forward",
             ),
         )
     reason, _, remedy = str(cause).partition("\n  try: ")

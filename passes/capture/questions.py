@@ -25,18 +25,19 @@ from passes.capture import nested_calls
 from passes.capture.known_values import History, Known
 from passes.capture.places import Place
 from passes.capture.provenance import frames, is_in_raise, is_in_while, is_user_file, place_text, user_frame
-from passes.capture.stand_ins import Awaited, AwaitedCount, AwaitedCounts
+from passes.capture.stand_ins import AT_COMPUTED, Awaited, AwaitedCount, AwaitedCounts
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import replaced_attribute, traced_values_answered, values_asked
 from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
 
 class Undecided(Exception):
-    """A question without an answer. place: "/path/model.py:12, in forward: if x.sum() > 0:"; "": its cause tells."""
+    """A question without an answer. place: "/path/model.py:12, in forward: if x.sum() > 0:"; "": its cause tells.
+    remedy: for that line alone."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, remedy: str = "") -> None:
         super().__init__("the value of a tensor decides what runs next")
-        self.place = place
+        self.place, self.remedy = place, remedy
 
 
 def remedy_at(place: str, otherwise: str) -> str:
@@ -244,7 +245,7 @@ class Questions:
         """What is wrong with a use of a stand-in; its text for an error that the forward raises."""
         place = self._lines()[1]
         is_text = method in ("__str__", "__repr__", "__format__")
-        error = Undecided(place) if not is_text else CaptureError(
+        error = Undecided(place, AT_COMPUTED if method == "index" else "") if not is_text else CaptureError(
             "cannot capture: the text of a number that is computed is not known before the call has run\n"
             f"  at {place}\n"
             "  try: keep the number, self.log.append(loss.item()), or return it, and print it after the call"

@@ -154,8 +154,10 @@ def _beside_tensors(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     awaited = [leaf for leaf in leaves if isinstance(leaf, Awaited)]
-    if not tensors or any(one.value.dim() for one in awaited):
-        raise awaited[0]._look("__torch_function__")
+    keys = args[1] if func in (Tensor.__getitem__, Tensor.__setitem__) else ()
+    is_key = any(isinstance(leaf, Awaited) for leaf in pytree.tree_leaves(keys))
+    if is_key or not tensors or any(one.value.dim() for one in awaited):
+        raise awaited[0]._look("index" if is_key else "__torch_function__")
     common = torch.empty(1, dtype=reduce(torch.promote_types, [t.dtype for t in tensors]), device="meta")
     is_wide = func.__name__.strip("_") in _WIDE and common.dtype in (torch.bfloat16, torch.float16)
 
@@ -164,7 +166,10 @@ def _beside_tensors(func: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         return number.value.detach().to(dtype)
 
     args, kwargs = pytree.tree_map_only(Awaited, beside, (args, kwargs))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise awaited[0]._look(func.__name__) from error  # it takes a number alone
     return result.to(common.dtype) if is_wide and not any(t.dim() for t in tensors) else result
 
 
@@ -195,6 +200,10 @@ def _computing(kind: type) -> None:
 _compared(Awaited)
 _computing(Awaited)
 note_uses(Awaited, f"{NUMBERS} {CONTAINERS} repr")
+
+
+AT_COMPUTED = "of the tensor i, x.index_select(0, i).squeeze(0) for x[i], and x[i.reshape(1)] = value"
+"""What to do about an index that is computed."""
 
 
 def widest(value: Tensor) -> Tensor:

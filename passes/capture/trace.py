@@ -40,7 +40,7 @@ from passes.capture.torch_shortcuts import marked_registered, shortcuts_off, tra
 from passes.capture.trees import Step, Tree, changed_places, flatten, off_meta, passed_on, retree, unflatten
 from passes.capture.world_of_one import world_of_one
 from passes.ir.joint import CPU
-from passes.ir.process_state import host_draws_told
+from passes.ir.process_state import host_draws_told, seeds_refused
 from passes.ir.torch_dispatch import compiling_flag, encoder_masks_trusted
 from passes.ir.torch_sizes import SizesLost, SymbolicShapes
 from passes.ir.torch_tracing import (
@@ -128,7 +128,12 @@ class _Traceable(nn.Module):
         with state_replaced(program.slots, tensors[:count]), kept as before:
             _put_stand_ins(self.spots, self.uses)
             args, kwargs = call = unflatten(tree, tensors[count:])
-            with seen_on(program.device_type), attributes_read(before) as run.reads, loops_ended():
+            with (
+                seen_on(program.device_type),
+                attributes_read(before) as run.reads,
+                loops_ended(),
+                seeds_refused(),
+            ):
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
             changes = before.changes()

@@ -11,7 +11,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from cost_model.errors import log
+from cost_model.errors import UnsupportedOpError, log
+from passes.ir.torch_dispatch import replaced_attribute
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
@@ -78,6 +79,29 @@ def host_draws_told() -> Generator[None]:
             "  try: torch.rand(()), of which each call has its own; or draw before the call, and pass what was drawn",
             " and ".join(drawn),
         )
+
+
+@contextmanager
+def seeds_refused() -> Generator[None]:
+    """UnsupportedOpError for `torch.manual_seed` inside: a program's draws are of each call's own seed. One that
+    `torch.seed()` has drawn there asks for no other."""
+    reseed, fresh = torch.manual_seed, torch.seed
+    drawn: list[int] = []
+
+    def seed() -> int:
+        drawn.append(fresh())
+        return drawn[-1]
+
+    def manual_seed(value: int) -> torch.Generator:
+        if drawn:
+            return reseed(value)
+        raise UnsupportedOpError(
+            "it calls torch.manual_seed, and what a program draws is another in every call\n  try: draw once, in "
+            "__init__, and keep that (`self.register_buffer(name, torch.randn(...))`); or seed before the call"
+        )
+
+    with replaced_attribute(torch, "manual_seed", manual_seed), replaced_attribute(torch, "seed", seed):
+        yield
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan, verify
@@ -149,6 +151,36 @@ def test_a_number_is_computed_with() -> None:
         assert any(
             one.dtype == torch.float64 and not one.dim() and math.isclose(one.item(), kept) for one in outputs
         )
+
+
+def test_a_number_is_an_index_and_a_size() -> None:
+    """Where it follows from the input; of what is computed, an error with a remedy that is right."""
+
+    def rest(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        i = (x > 0).sum().clamp(1, 1).item()
+        return (
+            h[i]
+            + h.select(0, i)
+            + h.narrow(0, i, 1).sum()
+            + h.topk(i)[0]
+            + h.roll(i, 1)[0, i]
+            + h.to(x.dtype) * i
+            + torch.zeros(i, 4)
+            + h[0].expand(i, 4)
+            + torch.cat([h.tensor_split(i + 1)[0]] * i)
+            + F.group_norm(h, i) * np.float64(i)
+        )
+
+    model, x = Logs(rest).double(), torch.randn(2, 4).double()
+    with torch.no_grad():
+        torch.testing.assert_close(called(capture(model, (x,), {}), model, x), model(x))
+    computed: Rest = lambda m, h, x: h[h[:, 0].argmax().item()]
+    with pytest.raises(CaptureError, match=r"x\.index_select\(0, i\)\.squeeze\(0\) for x\[i\]"):
+        capture(Logs(computed).double(), (x,), {})
+    told: Rest = lambda m, h, x: h.index_select(0, h[:, 0].argmax()).squeeze(0)
+    other = Logs(told).double()
+    with torch.no_grad():
+        assert torch.equal(called(capture(other, (x,), {}), other, x), other(x))
 
 
 def test_a_number_that_may_be_zero_divides_a_number() -> None:

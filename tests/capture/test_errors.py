@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ def loop(_: Runs, h: Tensor) -> Tensor:
 
 
 def item(_: Runs, h: Tensor) -> Tensor:
-    return h * h.max().item()
+    return h * math.sqrt(h.max().item())
 
 
 def as_list(_: Runs, h: Tensor) -> Tensor:
@@ -83,6 +84,12 @@ def raises(_: Runs, h: Tensor) -> Tensor:
     raise KeyError("vocabulary")
 
 
+def reseeds(_: Runs, h: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        return h + torch.randn(3)
+
+
 DATA, SHAPE = "the value of a tensor decides", "the shape of a result depends"
 REFUSED = [
     (loop, 1, DATA),
@@ -96,6 +103,7 @@ REFUSED = [
     (changes_buffer_with_gradient, None, "buffer count"),
     (stray_parameter, 1, "neither its parameter"),
     (raises, 1, "KeyError: 'vocabulary'"),
+    (reseeds, 2, "it calls torch.manual_seed"),
 ]
 
 
@@ -112,6 +120,16 @@ def test_refusal_names_the_line(rest: Callable[..., Any], offset: int | None, re
     assert not torch.compiler.is_compiling() and not torch.nn.modules.module._global_forward_hooks
     model.rest = lambda _, h: h
     capture(model, (torch.randn(2, 3),), {})
+
+
+def test_a_seed_of_no_choice_is_none() -> None:
+    """Reformer keeps what `torch.seed()` gives, to draw the same again in its own backward."""
+
+    def rest(_: Runs, h: Tensor) -> Tensor:
+        torch.manual_seed(torch.seed())
+        return h + torch.randn(3)
+
+    assert capture(Runs(rest), (torch.randn(2, 3),), {}).joint.outputs
 
 
 def test_the_whole_message() -> None:

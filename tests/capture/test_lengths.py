@@ -79,3 +79,16 @@ def test_lengths_that_do_not_fit() -> None:
     unknown: Rest = lambda h, n: h.repeat_interleave(h[:, 0].abs().long(), 0)
     with pytest.raises(CaptureError, match=r"decides what runs next .*\n  at .*test_lengths"):
         capture(Lengths(unknown).double(), call(), {})
+
+
+def test_combinations_are_torchs() -> None:
+    def rest(h: Tensor, n: Tensor) -> Tensor:
+        pairs = torch.combinations(torch.arange(6))
+        triples = torch.combinations(h[0], 3, with_replacement=True)
+        return (
+            (h[pairs[:, 0]] * h[pairs[:, 1]]).sum()
+            + triples.prod(1).sum()
+            + torch.combinations(h[0], 1).sum()
+        )
+
+    check(Lengths(rest), torch.randn(6, 4), torch.tensor([1, 0, 2, 1, 1, 1]))
