@@ -120,6 +120,16 @@ def lstsq(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | Non
     return _RESULTS.linalg_lstsq((solution, residuals, rank, none))
 
 
+def set_data(x: Tensor, value: Tensor) -> None:
+    """`x.data = value`, as a write that tracing sees. Raises UnsupportedOpError for another shape or dtype."""
+    if (x.shape, x.dtype) != (value.shape, value.dtype):
+        raise UnsupportedOpError(
+            f"it puts a {value.dtype} of shape {list(value.shape)} in place of the data of a {x.dtype} of shape "
+            f"{list(x.shape)}\n  try: another name for the new tensor, or x.data = value outside of forward"
+        )
+    x.data.copy_(value)
+
+
 def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     """The same arguments and result as `torch.combinations`, which chooses by a mask of as many dims."""
     if input.dim() != 1 or r < 1:
@@ -323,6 +333,7 @@ _ANSWERED: dict[Any, Callable[..., Any]] = {
     Tensor.__array__: array,
     torch.linalg.lstsq: lstsq,
     torch.combinations: combinations,
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     Tensor.fill_diagonal_: fill_diagonal_,
     F.pad: pad,
     F.ctc_loss: ctc_loss,

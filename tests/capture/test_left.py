@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoshard import MeshSpec, find_plan, verify
 from cost_model.errors import CaptureError
 from passes.capture import capture
 
@@ -299,3 +300,31 @@ def test_numbers_that_are_drawn_by_python_are_warned_of(caplog: pytest.LogCaptur
     (said,) = [record.getMessage() for record in caplog.records]
     assert "Python's random numbers" in said and "\n  try: torch.rand" in said
     assert random.getstate() == state
+
+
+class Follows(nn.Module):
+    """A teacher that follows by a moving average, as MoCo writes it; and what is computed, in place of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for own, other in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            other.data = other.data * 0.9 + own.data * 0.1
+        y = self.student(x)
+        y.data = y.data.clamp(-0.5, 0.5)
+        return (y.exp() - self.teacher(x)).square()
+
+
+def test_data_that_are_exchanged_are_written() -> None:
+    """Other shapes are refused."""
+    model, x = Follows().double(), torch.randn(4, 3, dtype=torch.float64)
+    captured = capture(model, (x,), {})
+    written = {end.name for end in captured.joint.outputs if end.kind not in ("output", "grad")}
+    assert written == {"teacher.weight", "teacher.bias"}
+    plan = find_plan(model, MeshSpec({"dp": 2}), (x,), profile="cpu", refine="off")
+    assert verify(model, plan, (x,)).max_error < 1e-12
+    model.teacher.bias = nn.Parameter(torch.zeros(1), requires_grad=False)
+    with pytest.raises(CaptureError, match=r"shape \[3\] in place of the data of a torch.float32 of shape \[1\]"):
+        capture(model.float(), (x.float(),), {})
