@@ -326,5 +326,7 @@ def test_data_that_are_exchanged_are_written() -> None:
     plan = find_plan(model, MeshSpec({"dp": 2}), (x,), profile="cpu", refine="off")
     assert verify(model, plan, (x,)).max_error < 1e-12
     model.teacher.bias = nn.Parameter(torch.zeros(1), requires_grad=False)
-    with pytest.raises(CaptureError, match=r"shape \[3\] in place of the data of a torch.float32 of shape \[1\]"):
+    with pytest.raises(
+        CaptureError, match=r"shape \[3\] in place of the data of a torch.float32 of shape \[1\]"
+    ):
         capture(model.float(), (x.float(),), {})
