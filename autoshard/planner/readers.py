@@ -120,7 +120,7 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
     sends = parallel.only("expert_parallel_comm_backend", "standard", "deepep", "hybridep")
     gathers = parallel.only("fsdp_reshard_after_forward", "default", "always", "never")
     each = parallel("pipeline_parallel_layers_per_stage", 0)
-    parallel.left("disable_loss_parallel", "enable_async_tensor_parallel", "enable_compiled_autograd",
+    left = parallel.left("disable_loss_parallel", "enable_async_tensor_parallel", "enable_compiled_autograd",
                   "pipeline_parallel_split_points", "module_fqns_per_model_part",
                   "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")  # fmt: skip
     if shard == -1:
@@ -138,10 +138,12 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
         raise again.error("mode", mode, "'none', 'selective' or 'full'")
     again.only("selective_ac_option", "op", remedy="selective_ac_option = 'op', or mode = 'full'")
     name, flavor = model("name", ""), model("flavor", "")
+    model.only("converters", [])
     config = None
     if name == "llama3" and flavor in _LLAMAS:
         others = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": sequence}
         config = {"model_type": "llama", **_LLAMAS[flavor], **others}
+    unknown = (f"model.name = {name!r}, model.flavor = {flavor!r}",) if name and config is None else ()
     return Configuration(
         "torchtitan", stages, replicate, shard, tensor,
         # In stages weights stay gathered for all micro-batches. [torchtitan, "default" of fsdp_reshard_after_forward]
@@ -158,7 +160,7 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
             "recompute": 'activation_checkpoint.mode = "{}"'.format,
             "compiled": lambda _: "compile.enable = true",
         },
-        unread=tuple(sections),
+        unread=(*unknown, *sections, *(f"parallelism.{name}" for name in left)),
         context=context,
         experts=experts,
         expert_tensor=tensor > 1 and expert_tensor == tensor,
@@ -193,8 +195,8 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         known, unread = parser.parse_known_args(shlex.split(text.replace("\\\n", " ")))
     except (argparse.ArgumentError, ValueError) as error:
         raise ShardingError(f"{where}: {error}\n  try: the arguments of pretrain_gpt.py, in quotes") from None
-    rest = _Options({word: True for word in unread if word.startswith("--")}, where)
-    rest.left(
+    rest = _Options(_with_values(unread), where)
+    names = rest.left(
         any_but=("parallel", "pipeline", "capacity", "fp8", "fp4", "offload", "fsdp", "recompute", "lora")
     )
     of = lambda name, default: getattr(known, name.replace("-", "_")) or default
@@ -210,6 +212,9 @@ def megatron(text: str, gpus: int | None) -> Configuration:
     again: Recompute = "full" if known.recompute_granularity == "full" else modules_again(modules)
     each = of("num-layers-per-virtual-pipeline-stage", 0)
     virtual = of("num-virtual-stages-per-pipeline-rank", 0)
+    parts = stages * (virtual or 1) if not each else (known.num_layers or 0) // each
+    if again == "full":
+        _check_every_layer(known, parts, rest)
     return Configuration(
         "Megatron-LM", stages, 1 if split else data, data if split else 1, tensor, known.use_torch_fsdp2,
         known.sequence_parallel, again, of("micro-batch-size", 1), 0,
@@ -221,7 +226,7 @@ def megatron(text: str, gpus: int | None) -> Configuration:
             "micro_batch": "--micro-batch-size {}".format,
             "recompute": _megatron_recompute,
         },
-        unread=tuple(word for word in unread if word.startswith("--")),
+        unread=names,
         context=context,
         experts=of("expert-model-parallel-size", 1),
         expert_tensor=tensor > 1 and expert_tensor == tensor,
@@ -229,6 +234,28 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         layers_a_stage=each,
         routing=DISPATCHERS.get(known.moe_token_dispatcher_type, BALANCED),
     )  # fmt: skip
+
+
+def _with_values(words: Sequence[str]) -> dict[str, Any]:
+    """Each "--name" with what follows it, "--name value" or "--name=value"; True: nothing does."""
+    found, last = dict[str, Any](), ""
+    for word in words:
+        if word.startswith("--"):
+            last, _, value = word.partition("=")
+            found[last] = value or True
+        elif found:
+            found[last] = word if found[last] is True else f"{found[last]} {word}"
+    return found
+
+
+def _check_every_layer(known: argparse.Namespace, parts: int, rest: _Options) -> None:
+    """ShardingError where full recomputation is of some layers, or of several as one. parts: of the model, each of
+    which has as many of its layers computed again as "block" says."""
+    method, count = known.recompute_method, known.recompute_num_layers or 1
+    if method == "block" and count * parts < (known.num_layers or 0):
+        raise rest.error("--recompute-method", method, "--recompute-method uniform, which is of every layer")
+    if method == "uniform" and count > 1:
+        raise rest.error("--recompute-num-layers", count, "--recompute-num-layers 1")
 
 
 def _megatron_recompute(how: Recompute) -> str:
@@ -251,8 +278,9 @@ def _megatron_model(known: argparse.Namespace) -> dict[str, Any] | None:
         "num_hidden_layers": known.num_layers,
         "hidden_size": width,
         "num_attention_heads": heads,
-        "num_key_value_heads": known.num_query_groups if known.group_query_attention else heads,
-        "intermediate_size": known.ffn_hidden_size or 4 * width,
+        "num_key_value_heads": (known.num_query_groups or 1) if known.group_query_attention else heads,
+        # As many numbers as in two matrices of 4 times the width, in multiples of 64. [Megatron-LM, arguments.py]
+        "intermediate_size": known.ffn_hidden_size or 8 * width // 3 // 64 * 64,
         "vocab_size": vocabulary,
         "max_position_embeddings": length,
         "tie_word_embeddings": not known.untie_embeddings_and_output_weights,

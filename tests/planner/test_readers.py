@@ -80,6 +80,12 @@ def test_megatron() -> None:
     split = megatron(MEGATRON + " --use-distributed-optimizer --swiglu", 16)
     assert split.axes == {"pp": 4, "shard": 2, "tp": 2} and not split.each_piece
     assert split.model is not None and split.model["model_type"] == "llama"
+    # Megatron's own, where none is said: 8/3 of the width in multiples of 64, and one group.
+    grouped = megatron(
+        f"{MEGATRON} --swiglu --group-query-attention".replace("--ffn-hidden-size", "--lr"), 16
+    ).model
+    assert grouped is not None and grouped["num_key_value_heads"] == 1
+    assert grouped["intermediate_size"] == grouped["hidden_size"] * 8 // 3 // 64 * 64
 
 
 def test_accelerate(tmp_path: Path) -> None:
@@ -148,6 +154,7 @@ def test_others_are_divisions_of_as_many_devices(tmp_path: Path) -> None:
         ('mode = "full"', 'mode = "memory_budget"', "mode is 'memory_budget'"),
         ("[optimizer]", "[float8]", "[float8]"),
         ("[model]", "[model", "is no TOML"),
+        ("[model]", '[model]\nconverters = ["float8"]', "converters is ['float8']"),
     ],
 )
 def test_what_torchtitan_cannot_have_priced(tmp_path: Path, old: str, new: str, named: str) -> None:
@@ -163,6 +170,16 @@ def test_what_torchtitan_cannot_have_priced(tmp_path: Path, old: str, new: str, 
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor"),
         ("--seq-length x", "--seq-length"),
         ("--fp16", "--fp16"),
+        ("--fp8-format hybrid", "--fp8-format is 'hybrid'"),
+        ("--fp8-format=hybrid", "--fp8-format is 'hybrid'"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "--recompute-method is 'block'",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            "--recompute-num-layers is 2",
+        ),
     ],
 )
 def test_what_megatron_cannot_have_priced(more: str, named: str) -> None:
