@@ -179,7 +179,8 @@ def _text(sum_: Sum, rank: int, other: int) -> str:
     what = (
         "ranks along axes that do not split it must pass the same"
         if sum_.part
-        else "without `in_placements` or batch='per_rank' every rank passes the same global input"
+        else "without `in_placements` or batch='per_rank' every rank passes the same global input, and "
+        "with them ranks along an axis of stages do"
     )
     return (
         f"{which} is not the same on rank {rank} as on rank {other}: {what}\n"
