@@ -51,8 +51,9 @@ class Configuration:
 
     sequence_parallel: norms and the residual stream split in the sequence over `tensor`. micro_batch: sequences of one
     data-parallel rank at once; accumulation: in its place, micro-batches of a step. batch: sequences of all ranks in a
-    step; sequence: tokens; 0: not said. model: a configuration of transformers, where the framework's says that too.
-    recomputes: what it offers. words: by field. unread: options that change no step, or are not known.
+    step; sequence: tokens; 0: not said. model: a configuration of transformers, where the framework's says that too;
+    named: how it does, where it does. recomputes: what it offers. words: by field. unread: options that change no step,
+    or are not known.
     """
 
     framework: str
@@ -70,6 +71,7 @@ class Configuration:
     schedule: str | None = None
     compiled: bool = True
     model: Mapping[str, Any] | None = None
+    named: str = ""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     words: Words = field(default_factory=dict)
     unread: tuple[str, ...] = ()

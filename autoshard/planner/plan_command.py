@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard.progress import stages_of
-from cost_model.errors import InfeasibleError, ShardingError, titled, type_of
+from cost_model.errors import InfeasibleError, ShardingError, checked_seconds, titled, type_of
 from cost_model.memory import format_seconds, parse_bytes
 from cost_model.mesh import MeshSpec
 
@@ -50,7 +49,7 @@ def add_plan(commands: Any) -> None:
     plan.add_argument("--memory-limit", help='per device, such as "70GB"')
     plan.add_argument("--micro-batches", type=micro_batches, default=1, help="pieces of a batch, or auto")
     plan.add_argument("--stages", help="the mesh axis that holds stages of a pipeline, or auto")
-    plan.add_argument("--seconds", type=seconds, default=600.0, help="for each search (default 600)")
+    plan.add_argument("--seconds", type=float, default=600.0, help="for each search (default 600)")
     add_autocast(plan)
     plan.add_argument("--output", "-o", type=Path, help="where to save the plan (JSON)")
     plan.set_defaults(command=_plan)
@@ -75,6 +74,7 @@ _FRAMEWORKS = ("torchtitan", "megatron", "accelerate")
 
 def _check(arguments: argparse.Namespace) -> None:
     """ShardingError for options that exclude each other, and a limit that is no number of bytes or lacks its unit."""
+    checked_seconds(arguments.seconds, "--seconds")
     given = {name for name, value in vars(arguments).items() if value is not None}
     if "memory_limit" in given:
         bare = str(arguments.memory_limit).strip()
@@ -175,10 +175,8 @@ def _workload(arguments: argparse.Namespace, configuration: Configuration | None
         found = GivenModel(model, tuple(args), dict(kwargs))
         return Workload(found, found.batch, 0, machine, devices)
     if given is None:
-        unknown = (
-            [words for words in configuration.unread if words.startswith("model.")] if configuration else []
-        )
-        what = f"{unknown[0]} is of no known sizes" if unknown else "it is not said of which model"
+        named = configuration.named if configuration else ""
+        what = f"{named} is of no known sizes" if named else "it is not said of which model"
         raise ShardingError(f"{what}\n  try: --hf DIR_OR_CONFIG.json, or module:function")
     of_meta = MetaModel.of(given, torch.bfloat16)
     said = configuration or argparse.Namespace(batch=0, sequence=0)
@@ -317,14 +315,6 @@ def positive(text: str) -> int:
     if not count(text):
         raise argparse.ArgumentTypeError("0 is too few; 1 or more")
     return int(text)
-
-
-def seconds(text: str) -> float:
-    """More than 0."""
-    value = float(text)
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time; more than 0")
-    return value
 
 
 def micro_batches(text: str) -> int | str:

@@ -143,7 +143,6 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
     if name == "llama3" and flavor in _LLAMAS:
         others = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": sequence}
         config = {"model_type": "llama", **_LLAMAS[flavor], **others}
-    unknown = (f"model.name = {name!r}, model.flavor = {flavor!r}",) if name and config is None else ()
     return Configuration(
         "torchtitan", stages, replicate, shard, tensor,
         # In stages weights stay gathered for all micro-batches. [torchtitan, "default" of fsdp_reshard_after_forward]
@@ -160,7 +159,8 @@ def torchtitan(path: Path, gpus: int | None) -> Configuration:
             "recompute": 'activation_checkpoint.mode = "{}"'.format,
             "compiled": lambda _: "compile.enable = true",
         },
-        unread=(*unknown, *sections, *(f"parallelism.{name}" for name in left)),
+        named=f"model.name = {name!r}, model.flavor = {flavor!r}" if name else "",
+        unread=(*sections, *(f"parallelism.{name}" for name in left)),
         context=context,
         experts=experts,
         expert_tensor=tensor > 1 and expert_tensor == tensor,
@@ -212,10 +212,7 @@ def megatron(text: str, gpus: int | None) -> Configuration:
     again: Recompute = "full" if known.recompute_granularity == "full" else modules_again(modules)
     each = of("num-layers-per-virtual-pipeline-stage", 0)
     virtual = of("num-virtual-stages-per-pipeline-rank", 0)
-    parts = stages * (virtual or 1) if not each else (known.num_layers or 0) // each
-    if again == "full":
-        _check_every_layer(known, parts, rest)
-    return Configuration(
+    found = Configuration(
         "Megatron-LM", stages, 1 if split else data, data if split else 1, tensor, known.use_torch_fsdp2,
         known.sequence_parallel, again, of("micro-batch-size", 1), 0,
         of("global-batch-size", of("micro-batch-size", 1) * data), of("seq-length", 0),
@@ -234,6 +231,9 @@ def megatron(text: str, gpus: int | None) -> Configuration:
         layers_a_stage=each,
         routing=DISPATCHERS.get(known.moe_token_dispatcher_type, BALANCED),
     )  # fmt: skip
+    if again == "full":
+        _check_every_layer(known, found, rest)
+    return found
 
 
 def _with_values(words: Sequence[str]) -> dict[str, Any]:
@@ -248,11 +248,11 @@ def _with_values(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _check_every_layer(known: argparse.Namespace, parts: int, rest: _Options) -> None:
-    """ShardingError where full recomputation is of some layers, or of several as one. parts: of the model, each of
-    which has as many of its layers computed again as "block" says."""
-    method, count = known.recompute_method, known.recompute_num_layers or 1
-    if method == "block" and count * parts < (known.num_layers or 0):
+def _check_every_layer(known: argparse.Namespace, found: Configuration, rest: _Options) -> None:
+    """ShardingError where full recomputation is of some layers, or of several as one."""
+    method, count, layers = known.recompute_method, known.recompute_num_layers or 1, known.num_layers or 0
+    # "block" is of so many layers of each stage.
+    if method == "block" and count * found.stages * (found.stages_a_rank(layers) or 1) < layers:
         raise rest.error("--recompute-method", method, "--recompute-method uniform, which is of every layer")
     if method == "uniform" and count > 1:
         raise rest.error("--recompute-num-layers", count, "--recompute-num-layers 1")

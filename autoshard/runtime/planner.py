@@ -175,7 +175,7 @@ class Planner:
             if soon.left > 0.0:
                 raise
             # It had little time. The user's is for a plan that fits.
-            return self.division.fastest(task, task.within(s.time_limit), search), False
+            return self._plan(captured, layouts), False
 
     def store(self) -> TimedStore | None:
         """Where kernels and collectives are timed, their times. All ranks together."""

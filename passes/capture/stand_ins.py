@@ -185,16 +185,12 @@ def _whole(number: Any) -> Any:
 
 def _computing(kind: type) -> None:
     """Give `kind` arithmetic as calls of its `_computed`."""
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs"):
+        method, operation = f"__{name}__", getattr(operator, name)
+        setattr(kind, method, lambda self, *other, o=operation, m=method: self._computed(o, m, self, *other))
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-        method, operation = f"__{name}__", getattr(operator, name)
-        setattr(kind, method, lambda self, other, o=operation, m=method: self._computed(o, m, self, other))
-        reflected = f"__r{name}__"
-        setattr(
-            kind, reflected, lambda self, other, o=operation, m=reflected: self._computed(o, m, other, self)
-        )
-    for name in ("neg", "pos", "abs"):
-        method, operation = f"__{name}__", getattr(operator, name)
-        setattr(kind, method, lambda self, o=operation, m=method: self._computed(o, m, self))
+        method, operation = f"__r{name}__", getattr(operator, name)
+        setattr(kind, method, lambda self, other, o=operation, m=method: self._computed(o, m, other, self))
 
 
 _compared(Awaited)

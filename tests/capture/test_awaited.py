@@ -205,7 +205,7 @@ def test_a_number_is_compared() -> None:
         except Otherwise as otherwise:
             captured, others = capture(model, (x,), {}, answers=otherwise.answers), others + 1
             continue
-        torch.testing.assert_close(outputs[0], wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(outputs[0], wanted, rtol=1e-12, atol=1e-12)
     assert 0 < others < 8
 
 
