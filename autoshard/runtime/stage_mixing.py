@@ -105,7 +105,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 def mix_stages() -> None:
     """From now on, in this process: an op of lists runs stage by stage; one that writes into its first operand brings
     the others to its ranks; any other has its operands whole on all ranks, as its result is."""
-    answer_new_ops(_answer)
+    answer_new_ops(_answer, first=True)
 
 
 @torch.no_grad()

@@ -47,28 +47,36 @@ def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[
         handlers[op] = _wrapped(handlers[op], wrap)
 
 
-def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]) -> None:
+def answer_new_ops(
+    answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any], *, first: bool = False
+) -> None:
     """From now on `answer(op, args, kwargs, propagate)` is the result of an op of DTensors, if not NotImplemented.
-    propagate: () -> what torch finds of the results, with their shardings as `output_spec`; returned, torch goes on.
+    propagate: () -> what is found of the results without it, by torch with their shardings as `output_spec`; returned,
+    torch goes on. first: asked before all others, whenever those are given; else after them.
 
-    It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on; the one
-    given last is asked first. torch takes what is no sharding for the result, which is how it decomposes ops. Since
-    2.10."""
+    It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on. torch
+    takes what is no sharding for the result, which is how it decomposes ops. Since 2.10."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
-    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
-    answers: tuple[Any, ...] = getattr(propagate, "answers", ())
-    if answer in answers:
-        return
+    torchs = dispatcher._propagate_op_sharding_dispatch_slow_path
+    if (answers := getattr(torchs, "answers", None)) is None:
+        answers = list[Any]()
 
-    def answered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
-        torchs = functools.partial(propagate, op, args, kwargs, *rest)
-        found = answer(op, args, kwargs, torchs)
-        return torchs() if found is NotImplemented else found
+        def answered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+            def ask(place: int) -> Any:
+                if place == len(answers):
+                    return torchs(op, args, kwargs, *rest)
+                onward = functools.partial(ask, place + 1)
+                found = answers[place](op, args, kwargs, onward)
+                return onward() if found is NotImplemented else found
 
-    answered.answers = (*answers, answer)  # type: ignore[attr-defined]
-    dispatcher._propagate_op_sharding_dispatch_slow_path = answered
+            return ask(0)
+
+        answered.answers = answers  # type: ignore[attr-defined]
+        dispatcher._propagate_op_sharding_dispatch_slow_path = answered
+    if answer not in answers:
+        answers.insert(0 if first else len(answers), answer)
 
 
 def leave_plain_what_is_plain() -> None:
