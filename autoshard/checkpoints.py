@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.data.rank_sampler import member
 from autoshard.watching.agreement import agree, collectively, from_first
-from cost_model.errors import RankError, ShardingError, checked_count, checked_path
+from cost_model.errors import RankError, ShardingError, checked_count, checked_path, error_line
 
 _NAME = re.compile(r"step-([0-9]+)")
 _PARTIAL = ".partial"
@@ -77,11 +77,7 @@ def _end_together(mesh: DeviceMesh, error: Exception | None) -> None:
         if error is not None:
             raise error
 
-    said = (
-        ""
-        if error is None
-        else f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    )
+    said = "" if error is None else f"it raised {error_line(error)}"
     try:
         collectively(mesh, own, what="the end of new_checkpoint", detail=said)
     except RankError as stopped:

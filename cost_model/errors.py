@@ -68,6 +68,12 @@ def reject(argument: str, value: object, remedy: str) -> ShardingError:
     return ShardingError(f"{argument} is {shown(value)}\n  try: {remedy}")
 
 
+def error_line(error: BaseException) -> str:
+    """Its type, and the first line of what it says, cut where that is long."""
+    said = (str(error) or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {said[:200]}"
+
+
 def few(names: Sequence[str], most: int, more: str = " and {} more") -> str:
     """The first `most` of the names, and how many there are besides."""
     return ", ".join(names[:most]) + (more.format(len(names) - most) if len(names) > most else "")

@@ -22,12 +22,7 @@ from cost_model.groups import (
     occupancy,
     shapes_of,
 )
-from cost_model.measurements import (
-    CollectiveSamples,
-    LinkLevel,
-    monotone,
-    paced,
-)
+from cost_model.measurements import CollectiveSamples, LinkLevel, monotone, paced
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 from cost_model.readers import read_profile

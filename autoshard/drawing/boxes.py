@@ -12,7 +12,7 @@ from typing import Literal
 
 import networkx as nx
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import isotonic_regression, linprog
 from scipy.sparse import coo_array
 
 from autoshard.drawing.drawn_groups import OWN_BOX, Group, Grouping
@@ -295,18 +295,10 @@ def place_column(rows: dict[int, int], widths: dict[int, float], edges: Sequence
 
 def spread(wanted: Sequence[float], weights: Sequence[float], apart: Sequence[float]) -> list[float]:
     """The positions nearest to `wanted` (weighted least squares) with position i+1 at least apart[i] right
-    of position i. Pool adjacent violators, on the positions less the room that those before them need."""
-    offsets = list(itertools.accumulate(apart, initial=0.0))[: len(wanted)]
-    pools: list[tuple[float, float, int]] = []  # (position, weight, count) of targets that share it
-    for target, offset, weight in zip(wanted, offsets, weights, strict=True):
-        position, count = target - offset, 1
-        while pools and pools[-1][0] > position:
-            other, heavy, many = pools.pop()
-            position = (other * heavy + position * weight) / (heavy + weight)
-            weight, count = weight + heavy, count + many
-        pools.append((position, weight, count))
-    positions = [position for position, _, count in pools for _ in range(count)]
-    return [position + offset for position, offset in zip(positions, offsets, strict=True)]
+    of position i: never falling, less the room that those before them need."""
+    offsets = np.cumsum([0.0, *apart])[: len(wanted)]
+    rising = isotonic_regression(np.array(wanted) - offsets, weights=weights).x if len(wanted) else offsets
+    return (rising + offsets).tolist()
 
 
 def _neighbours(

@@ -13,13 +13,7 @@ from functools import cached_property
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import fold_numbers
-from autoshard.plan.plan_words import (
-    Buckets,
-    collective_lines,
-    parameter_lines,
-    price_text,
-    transfer_words,
-)
+from autoshard.plan.plan_words import Buckets, collective_lines, parameter_lines, price_text, transfer_words
 from cost_model.errors import PlanError, few
 from cost_model.memory import format_seconds
 from passes.layout.layout import Layout

@@ -17,16 +17,7 @@ from msgspec import Meta, Struct, structs
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from autoshard.version import __version__
-from cost_model.errors import (
-    MOST_BYTES,
-    PRINTABLE,
-    Count,
-    PlanError,
-    Seconds,
-    Text,
-    checked_path,
-    write_text,
-)
+from cost_model.errors import MOST_BYTES, PRINTABLE, Count, PlanError, Seconds, Text, checked_path, write_text
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
-from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
+from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError, error_line
 from cost_model.memory import OPTIMIZERS, enough_bytes, format_bytes
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
@@ -110,9 +110,8 @@ def runnable(plan: Plan) -> Generator[None]:
     except AutoshardError:
         raise
     except Exception as error:
-        said = (str(error) or "no message").splitlines()[0]
         raise PlanError(
-            f"the plan for {plan.mesh} cannot be run: {type(error).__name__}: {said[:200]}\n"
+            f"the plan for {plan.mesh} cannot be run: {error_line(error)}\n"
             "  its layouts contradict each other or the ops that read them\n"
             "  try: find_plan(...) again, or the plan as it was saved"
         ) from error

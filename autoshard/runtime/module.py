@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from cost_model.errors import CaptureError, ShardingError, log
 from passes.capture.questions import NO_ANSWERS, Answers
 from passes.ir.process_state import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
+from passes.ir.torch_dispatch import replaced_attribute
 
 Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 
@@ -196,19 +197,10 @@ def dispatcher_of(model: nn.Module) -> Dispatcher | None:
     return found
 
 
-@contextmanager
-def original_forward(model: nn.Module) -> Generator[None]:
+def original_forward(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, `model(...)` is the user's own forward again: for capture."""
     dispatcher = dispatcher_of(model)
-    if dispatcher is None:
-        yield
-        return
-    installed = model.forward
-    model.forward = dispatcher.original
-    try:
-        yield
-    finally:
-        model.forward = installed
+    return nullcontext() if dispatcher is None else replaced_attribute(model, "forward", dispatcher.original)
 
 
 class Mode:

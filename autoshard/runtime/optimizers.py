@@ -4,8 +4,6 @@ element at a time run on shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
-from importlib import import_module
 from operator import is_
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
 from passes.ir.process_state import live
-from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
+from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of, wrap_attribute, wrap_in_torch
 
 
 class RetiredParameter(nn.Parameter):
@@ -49,13 +47,17 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
 
 
 def optimizers_of(model: nn.Module) -> Iterator[torch.optim.Optimizer]:
-    """Those of torch's own that have some of the model's parameters."""
+    """Those that have some of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in live_optimizers():
-        if type(optimizer).__module__.startswith("torch.optim.") and any(
-            id(p) in own for group in optimizer.param_groups for p in group["params"]
-        ):
+        groups = getattr(optimizer, "param_groups", ())  # it may be half made
+        if any(id(p) in own for group in groups for p in group["params"]):
             yield optimizer
+
+
+def torch_optimizers_of(model: nn.Module) -> Iterator[torch.optim.Optimizer]:
+    """Those of torch's own."""
+    return (one for one in optimizers_of(model) if type(one).__module__.startswith("torch.optim."))
 
 
 def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn.Parameter]) -> None:
@@ -79,9 +81,10 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
 
 def shard_when_loaded() -> None:
     """From now on, in this process: `load_state_dict` of optimizers takes whole states, as one process saves them."""
-    plain: Any = torch.optim.Optimizer.load_state_dict
+    wrap_attribute(torch.optim.Optimizer, "load_state_dict", _loading_shards)
 
-    @wraps(plain)
+
+def _loading_shards(plain: Callable[..., None]) -> Callable[..., None]:
     def load(self: torch.optim.Optimizer, state_dict: Any) -> None:
         plain(self, state_dict)
         for parameter, state in self.state.items():
@@ -89,9 +92,7 @@ def shard_when_loaded() -> None:
                 assert isinstance(parameter, nn.Parameter)
                 self.state[parameter] = _sharded_state(state, parameter, counts=False)
 
-    load.whole = plain  # type: ignore[attr-defined]
-    if not hasattr(plain, "whole"):
-        torch.optim.Optimizer.load_state_dict = load  # type: ignore[method-assign]
+    return load
 
 
 def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter, counts: bool) -> dict[str, Any]:
@@ -136,17 +137,12 @@ def update_shards() -> None:
     only what it calls to compute changes. torch takes every op of an update through DTensor's dispatch, which
     costs more than the update of a small model.
     """
-    for name in ELEMENTWISE:
-        module = import_module(f"torch.optim.{name}")
-        function = getattr(module, name)
-        if not hasattr(function, "whole"):
-            setattr(module, name, _on_shards(function))
+    wrap_in_torch(tuple((f"torch.optim.{name}", name) for name in ELEMENTWISE), _on_shards)
 
 
 def _on_shards(function: Callable[..., None]) -> Callable[..., None]:
     """function: (lists of tensors, parallel to the parameters, which come first; options by name)."""
 
-    @wraps(function)
     def update(*lists: Any, **options: Any) -> None:
         if torch.compiler.is_compiling() or not _divides(lists, options):
             return function(*lists, **options)
@@ -160,7 +156,6 @@ def _on_shards(function: Callable[..., None]) -> Callable[..., None]:
         increment_version([p for p in lists[0] if isinstance(p, DTensor)])
         return None
 
-    update.whole = function  # type: ignore[attr-defined]
     return update
 
 

@@ -32,7 +32,7 @@ from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, T, dispatcher_of
 from autoshard.runtime.observe import Observer, StageRecorder
-from autoshard.runtime.optimizers import optimizers_of
+from autoshard.runtime.optimizers import torch_optimizers_of
 from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner, Settings, shared_plans
 from autoshard.runtime.process_groups import local_device
@@ -252,7 +252,7 @@ class Session:
     @property
     def _planner(self) -> Planner:
         """The optimizer counts that is there, if the user named none."""
-        settings, live = self.settings, next(optimizers_of(self.model), None)
+        settings, live = self.settings, next(torch_optimizers_of(self.model), None)
         if settings.optimizer is None and live is not None:
             settings = replace(settings, optimizer=optimizer_name(live))
         return Planner(self.mesh, self.spec, settings)

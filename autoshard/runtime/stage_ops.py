@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce, wraps
+from functools import reduce
 from typing import Any
 
 import torch
@@ -36,13 +36,13 @@ from passes.ir.torch_dtensor import (
     is_partial,
     local_of,
     unscaling_op,
+    wrap_attribute,
     wrap_dtensor_handler,
     wrap_in_torch,
 )
 
 
 def _for_all_stages(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(plain)
     def full_tensor(self: DTensor, *, grad_placements: Any = None) -> Tensor:
         part = part_of(self.device_mesh)
         if part is None:
@@ -54,7 +54,6 @@ def _for_all_stages(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
         return _Whole.apply(self, part, plain)  # type: ignore[return-value]
 
-    full_tensor.of_stage = plain  # type: ignore[attr-defined]
     return full_tensor
 
 
@@ -246,8 +245,7 @@ def complete_stage_ops() -> None:
     """From now on, in this process: whole values (`full_tensor()`, differentiable), norms and clipping of
     `torch.nn.utils`, `unscale_` and `step` of a gradient scaler, and full state dicts are those of all stages. Nothing
     changes for other tensors. All ranks of a pipeline call such a function together."""
-    if not hasattr(DTensor.full_tensor, "of_stage"):
-        DTensor.full_tensor = _for_all_stages(DTensor.full_tensor)  # type: ignore[method-assign]
+    wrap_attribute(DTensor, "full_tensor", _for_all_stages)
     mix_stages()
     wrap_in_torch(TOTAL_NORM, _total_norm)
     wrap_in_torch(CLIP_BY_NORM, _clip)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.leaves import InputSide, plain_input
-from autoshard.runtime.optimizers import optimizers_of
+from autoshard.runtime.optimizers import torch_optimizers_of
 from autoshard.runtime.parameters import Place, complete_dtensor_ops
 from autoshard.runtime.process_groups import local_device, spec_of, whole_group
 from autoshard.runtime.sharding import arrived, distributed
@@ -144,7 +144,7 @@ def filled(tensor: Tensor) -> Tensor:
 def update_like(model: nn.Module, copies: Sequence[Tensor]) -> torch.optim.Optimizer:
     """The optimizer that has the model's parameters, if there is one of torch's, for `copies`; else the fused AdamW,
     by which profiles measure updates. It moves nothing: its learning rate is 0."""
-    for optimizer in optimizers_of(model):
+    for optimizer in torch_optimizers_of(model):
         kind = type(optimizer)
         if kind is not torch.optim.LBFGS:
             return kind(list(copies), **_options(kind, optimizer.defaults))

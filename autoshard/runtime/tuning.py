@@ -24,7 +24,7 @@ from autoshard.runtime.beside import Beside, Better, Search, Slices, compiling
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.executable import Home, Running
 from autoshard.runtime.making import Call, Lowered, Lowering, places_of
-from autoshard.runtime.optimizers import ELEMENTWISE, live_optimizers
+from autoshard.runtime.optimizers import ELEMENTWISE, optimizers_of
 from autoshard.watching.agreement import everyones
 from cost_model.cache_files import remember, remembered
 from cost_model.errors import log
@@ -320,11 +320,7 @@ class _Holdings:
         """All names of a parameter, by its first."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(theirs[id(parameter)], []).append(name)
-        optimizers = [
-            o
-            for o in live_optimizers()
-            if any(id(p) in theirs for group in getattr(o, "param_groups", ()) for p in group["params"])
-        ]
+        optimizers = list(optimizers_of(model))
         self._held = [*_of_parameters(model), *_of_optimizers(optimizers, theirs)]
         places = [(one.name, one.what, tuple(map(str, one.tensor.placements))) for one in self._held]
         known = all(type(o).__module__ in _KNOWN for o in optimizers)

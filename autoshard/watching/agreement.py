@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import cost_model.errors
 from autoshard.watching.crew import Stopped
 from autoshard.watching.watch import Watch, watch_of
-from cost_model.errors import AutoshardError, PlanError, RankError, log
+from cost_model.errors import AutoshardError, PlanError, RankError, error_line, log
 
 T = TypeVar("T")
 
@@ -120,10 +120,8 @@ def in_company(mesh: DeviceMesh, what: str) -> Generator[None]:
     except RankError:
         raise
     except BaseException as error:
-        said = (str(error) or "no message").splitlines()[0]
         watch.fail(
-            f"rank {watch.rank} failed in {what}: {type(error).__name__}: {said[:200]}\n"
-            "  try: its own output says where"
+            f"rank {watch.rank} failed in {what}: {error_line(error)}\n  try: its own output says where"
         )
         raise
 

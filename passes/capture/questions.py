@@ -235,11 +235,8 @@ class Questions:
 
     def _some(self, number: Tensor) -> bool:
         """Whether so many rows are any, which they are taken to be."""
-        self._counting = True
-        try:
+        with replaced_attribute(self, "_counting", True):
             return bool(number != 0)
-        finally:
-            self._counting = False
 
     def _look(self, position: int, method: str) -> Exception | str:
         """What is wrong with a use of a stand-in; its text for an error that the forward raises."""

@@ -23,12 +23,7 @@ from passes.ir.graph_properties import COLLECTIVES, FUNCTIONAL, is_start
 from passes.ir.joint import looks, map_operands, node_value, tensor_operands, tensors_of
 from passes.ir.op_traits import is_collective, is_use
 from passes.ir.process_state import autocast_off
-from passes.ir.torch_compat import (
-    custom_op_body,
-    fake_mode_of,
-    lazy_module,
-    ops_run_by,
-)
+from passes.ir.torch_compat import custom_op_body, fake_mode_of, lazy_module, ops_run_by
 from passes.ir.torch_sizes import fakes_on, fresh_fakes
 from passes.ops import (
     circular_pad,

@@ -131,10 +131,14 @@ DISTRIBUTE_STATE: Places = (("torch.distributed._state_dict_utils", "_distribute
 def wrap_in_torch(places: Places, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """From now on torch calls `wrap(function)` where it called the function of `places`. Once."""
     for module_name, name in places:
-        module = importlib.import_module(module_name)
-        function = getattr(module, name)
-        if not hasattr(function, "wrapped"):
-            setattr(module, name, _wrapped(function, wrap))
+        wrap_attribute(importlib.import_module(module_name), name, wrap)
+
+
+def wrap_attribute(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """The same for a function of a module or a method of a class."""
+    function = getattr(owner, name)
+    if not hasattr(function, "wrapped"):
+        setattr(owner, name, _wrapped(function, wrap))
 
 
 def _wrapped(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:

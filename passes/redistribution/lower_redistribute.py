@@ -47,20 +47,14 @@ from passes.redistribution.emit_steps import (
     value,
 )
 from passes.redistribution.steps import (
+    STEPS,
     AllGather,
-    AllReduce,
     AllToAll,
-    HaloExchange,
-    HaloReduce,
     ReduceScatter,
-    Reshard,
     ReturnRows,
     SendRows,
     Slice,
     Step,
-    ToPartial,
-    ToRouted,
-    ToSum,
 )
 
 aten = torch.ops.aten
@@ -97,7 +91,7 @@ def emit(
         site = HaloSite(emitter, step, tuple(shape), mesh, rank, groups)
         expected = step.before.local_shape(shape, mesh, rank)
         assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"
-        node = _EMIT[type(step)](site, node)
+        node = _EMIT[step.name](site, node)
     if not steps or (not exchanges and steps[0].before.has_halo):
         return node
     return emitter.contiguous(node)
@@ -256,18 +250,19 @@ def _shift(spans: Sequence[Span], origin: int) -> list[Span]:
     return [(lo - origin, hi - origin) for lo, hi in spans]
 
 
-_EMIT: Mapping[type[Step], Callable[[HaloSite, fx.Node], fx.Node]] = {
-    Slice: _slice,
-    ToPartial: _to_partial,
-    ToRouted: lambda site, x: x,
-    AllGather: _all_gather,
-    AllReduce: _all_reduce,
-    ReduceScatter: _reduce_scatter,
-    AllToAll: _all_to_all,
-    SendRows: _send_rows,
-    ReturnRows: _return_rows,
-    ToSum: lambda site, x: x,
-    Reshard: halo_exchange,
-    HaloExchange: halo_exchange,
-    HaloReduce: halo_reduce,
+_EMIT: Mapping[str, Callable[[HaloSite, fx.Node], fx.Node]] = {
+    "slice": _slice,
+    "to_partial": _to_partial,
+    "to_routed": lambda site, x: x,
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send_rows": _send_rows,
+    "return_rows": _return_rows,
+    "to_sum": lambda site, x: x,
+    "reshard": halo_exchange,
+    "halo_exchange": halo_exchange,
+    "halo_reduce": halo_reduce,
 }
+assert _EMIT.keys() == STEPS.keys()

@@ -20,12 +20,7 @@ from torch import fx
 from passes.ir.joint import JointGraph, results_nbytes
 from passes.ir.op_traits import is_use
 from passes.stages.graph_parts import GraphParts, Line, TensorKind, is_glued, model_line, operands
-from passes.stages.stage_places import (
-    BackwardPlaces,
-    ForwardPlaces,
-    GradientSum,
-    gradient_sums,
-)
+from passes.stages.stage_places import BackwardPlaces, ForwardPlaces, GradientSum, gradient_sums
 
 
 @dataclass(frozen=True)

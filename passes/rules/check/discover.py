@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from cost_model.errors import ShardingError, reject
+from cost_model.errors import ShardingError, error_line, reject
 from passes.ir.joint import map_operands, tensor_operands
 from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node, choices
 from passes.rules.core.assemble import neutral_where_empty
@@ -206,10 +206,8 @@ def _called(op: Any, args: Any, kwargs: Any) -> fx.Node:
     try:
         return call_node(op, args, kwargs)
     except Exception as error:  # of the op, whatever it is
-        first = (str(error) or "no message").splitlines()[0]
         raise ShardingError(
-            f"cannot discover a rule for {op}: it raises {type(error).__name__}: {first}\n"
-            "  try: arguments that the op takes"
+            f"cannot discover a rule for {op}: it raises {error_line(error)}\n  try: arguments that the op takes"
         ) from error
 
 

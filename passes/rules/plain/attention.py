@@ -34,15 +34,7 @@ from torch import fx
 from passes.ir.joint import node_value
 from passes.ir.op_traits import schema_arguments
 from passes.layout.layout import KEYS, RING
-from passes.rules.core.assemble import (
-    again,
-    argument,
-    aten,
-    filled,
-    global_tensor,
-    is_empty,
-    rule_of,
-)
+from passes.rules.core.assemble import again, argument, aten, filled, global_tensor, is_empty, rule_of
 from passes.rules.core.rule import Dim, Exchange, LocalContext, Localize, OpCall, OpRule, Ring
 from passes.rules.plain.online import LENGTH, Online, Seen, added, arguments, call, cast, visible
 from passes.rules.plain.ring import ring_backward, ring_forward
