@@ -81,12 +81,14 @@ def few(names: Sequence[str], most: int, more: str = " and {} more") -> str:
 
 def titled(subject: str, words: str) -> str:
     """A line of a printed page, folded below its words."""
+    return folded(f"{subject:11} {words}", 12)
+
+
+def folded(line: str, under: int = 4) -> str:
+    """A line of a printed page in lines of 100 columns at most, those below further in by `under`."""
+    start = len(line) - len(line.lstrip()) + under
     return textwrap.fill(
-        f"{subject:11} {words}",
-        120,
-        subsequent_indent=" " * 12,
-        break_long_words=False,
-        break_on_hyphens=False,
+        line, 100, subsequent_indent=" " * start, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.plan.families import Again, Ranges, Variant
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import words_apart
-from cost_model.errors import reject
+from cost_model.errors import folded, reject
 from cost_model.groups import mesh_occupancies
 from cost_model.memory import format_bytes, format_seconds
 from passes.ir.size_names import size_named
@@ -39,10 +39,12 @@ class Crossover:
 
     def __str__(self) -> str:
         if self.bytes_per_second == self.now:
-            return f"{self.link} (level {self.level}, {_rate(self.now)}): faster even now: {self.words}"
+            return folded(
+                f"{self.link} (level {self.level}, {_rate(self.now)}): faster even now: {self.words}"
+            )
         sign = "less" if self.slower_links else "more"
         unsure = "" if self.confirmed else " or nearer to it"
-        return (
+        return folded(
             f"{self.link} (level {self.level}, now {_rate(self.now)}) at {_rate(self.bytes_per_second)} or {sign}"
             f"{unsure}: {self.words}"
         )
@@ -63,11 +65,11 @@ class SizeCrossover:
 
     def __str__(self) -> str:
         if self.size == self.now:
-            return f"{self.name} {self.now}: faster even now: {self.words}"
+            return folded(f"{self.name} {self.now}: faster even now: {self.words}")
         sign = "less" if self.size < self.now else "more"
         unsure = "" if self.confirmed else " or nearer to it"
         seconds = format_seconds(self.step_time)
-        return (
+        return folded(
             f"{self.name} (now {self.now}) of {self.size} or {sign}{unsure}, {seconds} a step: {self.words}"
         )
 
@@ -130,14 +132,19 @@ def checked_range(name: str, ends: object) -> tuple[int, int]:
 def crossover_lines(found: Sequence[Crossover]) -> list[str]:
     """For `explain`."""
     head = f"crossovers, links of one level up to {RANGE:g} times slower or faster, searched again"
-    return [head, *(f"  {one}" for one in found)] if found else [head, "  none: this plan stays the fastest"]
+    return [head, *(_listed(found) or ["  none: this plan stays the fastest"])]
 
 
 def size_lines(found: Sequence[SizeCrossover], ranges: Ranges) -> list[str]:
     """For `explain`."""
     asked = ", ".join(f"{name} {first} to {last}" for name, (first, last) in ranges.items())
-    lines = [f"  {one}" for one in found] or ["  none: of those known this plan stays the fastest"]
+    lines = _listed(found) or ["  none: of those known this plan stays the fastest"]
     return [f"crossovers in sizes, {asked}, one at a time, searched again", *lines]
+
+
+def _listed(found: Sequence[Crossover | SizeCrossover]) -> list[str]:
+    """Folded anew, further in."""
+    return [folded(f"  {' '.join(str(one).split())}") for one in found]
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -20,6 +20,7 @@ from autoshard.plan.plan_words import (
     times,
 )
 from autoshard.plan.stage_schedule import fullest_rank
+from cost_model.errors import folded
 from cost_model.memory import communicators, format_bytes, format_seconds
 from passes.layout.layout import joined_text
 from passes.plan.describe import format_graph, raced_mark
@@ -55,11 +56,9 @@ def explain_plan(plan: PlanContent) -> str:
         sections = _proof(plan), [f"{peak}, at {plan.peak_node}{_reserved(plan)}{limit}"], _time_table(plan)
         at = ""
     proof, memory, times = sections
+    head = f"{plan.mesh}{division}, prices of profile {origin.profile}{nominal}"
     lines = [
-        f"{plan.mesh}{division}, prices of profile {origin.profile}{nominal}",
-        refined_line(plan),
-        *proof,
-        *memory,
+        *map(folded, (head, refined_line(plan), *proof, *memory)),
         *times,
         "",
         *memory_lines(plan.memory, f"memory at the peak{at}"),

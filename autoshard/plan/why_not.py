@@ -26,7 +26,7 @@ from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import pinned_layout
 from autoshard.plan.plan_words import plan_words
-from cost_model.errors import InfeasibleError, PlanError, few, reject
+from cost_model.errors import InfeasibleError, PlanError, few, folded, reject
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.ir.routing import checked_routing
@@ -125,14 +125,15 @@ def why_not_family(plan: PlanContent, again: Again, name: str) -> str:
     family = family_named(name)
     if family is None:
         raise PlanError(_unknown(plan, name, None))
+    none = folded(f"{family.name} ({family.text}): no plan", 2)
     try:
         found = again.search(Variant(family=family))
     except InfeasibleError as error:
-        return f"{family.name} ({family.text}): no plan\n  {error}\n"
+        return f"{none}\n  {error}\n"
     if not is_of_family(found, family):
-        return f"{family.name} ({family.text}): no plan\n  none of the model's weights can be split so\n"
-    head = f"{family.name} ({family.text}): {_verdict(plan, found)}\n{plan_words(found)}\n"
-    return head + plan_difference(plan, found)
+        return f"{none}\n  none of the model's weights can be split so\n"
+    head = f"{family.name} ({family.text}): {_verdict(plan, found)}", plan_words(found)
+    return "".join(f"{folded(line, 2)}\n" for line in head) + plan_difference(plan, found)
 
 
 def why_not_pinned(plan: PlanContent, again: Again, name: str, placements: Any) -> str:
@@ -181,10 +182,11 @@ def _unknown(plan: PlanContent, name: str, placements: Any) -> str:
     if family_named(name) is not None:
         return f"why_not({name!r}, ...): a family of plans takes no placements\n  try: why_not({name!r})"
     asked = asked_otherwise(name)
+    listed = ", ".join(family.name for family in FAMILIES)
     near = [asked] if asked else [*difflib.get_close_matches(name, known, n=3), *near_families(name)]
     return (
         f"why_not({name[:100]!r}): the plan has no parameter or node of that name, and no family has it\n"
-        f"  the families: {', '.join(family.name for family in FAMILIES)}\n"
+        f"{folded(f'  the families: {listed}')}\n"
         f"  try: {' or '.join(near) or 'one of these, or a name from to_text()'}"
     )
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from autoshard.plan.families import Family, Role
 from autoshard.plan.family_choices import family_narrowing, made_of_experts
-from cost_model.errors import ShardingError
+from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_cast, is_collect, is_piece, is_use, is_view
@@ -52,8 +52,9 @@ class Configuration:
     sequence_parallel: norms and the residual stream split in the sequence over `tensor`. micro_batch: sequences of one
     data-parallel rank at once; accumulation: in its place, micro-batches of a step. batch: sequences of all ranks in a
     step; sequence: tokens; 0: not said. model: a configuration of transformers, where the framework's says that too;
-    named: how it does, where it does. recomputes: what it offers. words: by field. unread: options that change no step,
-    or are not known.
+    named: how it does, where it does. recomputes: what it offers. words: by field. taken: options that are not given,
+    with what is taken for them. unread: options that change no step, or are not known. equal_stages: whether stages
+    have equal numbers of layers.
     """
 
     framework: str
@@ -74,7 +75,9 @@ class Configuration:
     named: str = ""
     recomputes: tuple[Recompute, ...] = RECOMPUTE
     words: Words = field(default_factory=dict)
+    taken: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    equal_stages: bool = False
     context: int = 1
     experts: int = 1
     expert_tensor: bool = False
@@ -143,6 +146,16 @@ class Configuration:
 
     def stages_a_rank(self, layers: int) -> int | None:
         """Of a model of so many layers; None: not said. ShardingError where its layers are not divided so."""
+        among = self.stages * max(1, self.virtual)
+        if self.equal_stages and not self.layers_a_stage and layers % among:
+            fitting = [
+                count for count in range(1, layers + 1) if layers % (count * max(1, self.virtual)) == 0
+            ]
+            said = f"{among} stages" if self.virtual else f"{self.stages} pipeline ranks"
+            raise ShardingError(
+                f"{layers} layers are no multiple of {said}, as {self.framework} has them\n"
+                f"  try: {few([f'{count}' for count in fitting], 6, ', ...')} pipeline ranks"
+            )
         if self.stages == 1 or not self.layers_a_stage:
             return self.virtual or None
         stages = -(-layers // self.layers_a_stage)

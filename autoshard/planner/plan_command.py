@@ -135,6 +135,8 @@ def _sheet(arguments: argparse.Namespace, configuration: Configuration | None) -
     asked = _workload(arguments, configuration)
     for subject, text in asked.lines():
         _say(subject, text)
+    if configuration and configuration.taken and arguments.hf is None and arguments.model is None:
+        _say("taken", ", ".join(configuration.taken))
     if configuration is None:
         run, plan = _best(asked, _shapes(arguments), [arguments.micro_batches])
         _say("autoshard", asked.words(run))

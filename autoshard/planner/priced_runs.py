@@ -181,7 +181,8 @@ def configured_run(asked: Workload, configuration: Configuration) -> Run:
     """As it runs by the configuration. Of equal layers from two depths, as steps and their peaks are affine in it, from
     so many on that no more is on its way at once."""
     model = asked.model
-    looped = configuration.stages_a_rank(model.depth) if configuration.schedule == "interleaved" else 1
+    looped = configuration.stages_a_rank(model.depth)
+    looped = looped if configuration.schedule == "interleaved" else 1
     configuration = replace(configuration, virtual=looped or 0, layers_a_stage=0)
     unit = max(2, configuration.stages * (looped or 2))
     few, more = 3 * unit, 5 * unit
@@ -306,7 +307,15 @@ class MetaModel:
                 f"--hf: model_type is {kind!r}, which this transformers trains no causal language model of\n"
                 "  try: autoshard plan module:function, which returns your model and its inputs"
             )
-        return MetaModel(CONFIG_MAPPING[kind].from_dict(values | {"use_cache": False}), dtype)
+        try:
+            config = CONFIG_MAPPING[kind].from_dict(values | {"use_cache": False})
+            model = MetaModel(config.get_text_config(), dtype)
+            model.parameters()
+        except Exception as error:  # whatever transformers finds wrong
+            raise ShardingError(
+                f"--hf: of these sizes transformers builds no {kind}: {error}\n  try: a config.json as it was published"
+            ) from error
+        return model
 
     @property
     def depth(self) -> int:

@@ -4,14 +4,12 @@ and a backward are observed module by module.
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
 import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,237 +19,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from autoshard.global_call import as_call
 from autoshard.planning import mesh_spec
-from autoshard.verification.part_errors import CANCELLED, Divergence, largest, relative_error
-from autoshard.verification.verify_plan import TOLERANCE, VerifyReport
-from cost_model.errors import RankError, ShardingError, checked_count
+from autoshard.verification.compared_ranks import Parts, RankComparison
+from autoshard.verification.joined_pieces import MeanAxes
+from autoshard.verification.observed_run import ObservedRun
+from autoshard.verification.verify_plan import VerifyReport
+from cost_model.errors import RankError, ShardingError, checked_count, reject
 from cost_model.mesh import MeshSpec
 from passes.capture.trees import flatten, unflatten
-
-Tangent = Callable[[int, torch.Tensor, bool], torch.Tensor]
-"""Place of an output, the output, and whether it is of the whole batch -> its gradient."""
-Call = tuple[str, int]
-"""A module's name, and which of its calls."""
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-"""Parts of names that wrappers add."""
-
-
-@dataclass
-class _ObservedRun:
-    """outputs: floating point, of this rank; whole: whether each is of the whole batch. gradients: of parameters.
-    forward, backward: what modules return, and the gradients of that, in the order in which they come. kinds: classes
-    of modules by name."""
-
-    outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    whole: list[bool] = field(default_factory=list[bool])
-    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict[str, torch.Tensor | None])
-    forward: dict[Call, torch.Tensor] = field(default_factory=dict[Call, torch.Tensor])
-    backward: dict[Call, torch.Tensor] = field(default_factory=dict[Call, torch.Tensor])
-    kinds: dict[str, str] = field(default_factory=dict[str, str])
-
-    @staticmethod
-    def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tangent: Tangent) -> _ObservedRun:
-        """Of one call, backward from all of its outputs."""
-        run = _ObservedRun()
-        handles = list(run._observe(model))
-        returned = [one for one in flatten(model(*args, **kwargs))[0] if one.is_floating_point()]
-        terms: list[torch.Tensor] = []
-        for place, output in enumerate(returned):
-            value = whole_value(output)
-            is_whole = isinstance(output, DTensor) and output.device_mesh.size() == dist.get_world_size()
-            run.whole.append(is_whole)
-            run.outputs.append(value.detach())
-            if value.requires_grad:
-                terms.append((value * tangent(place, value, is_whole)).sum())
-        if terms:
-            torch.stack(terms).sum().backward()
-        for handle in handles:
-            handle.remove()
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad
-            run.gradients[_bare(name)] = None if grad is None else whole_value(grad).detach()
-        return run
-
-    def _observe(self, model: nn.Module) -> Iterator[Any]:
-        calls = Counter[str]()
-
-        def note(name: str, module: nn.Module, output: Any) -> None:
-            value = next((one for one in flatten(output)[0] if one.is_floating_point()), None)
-            if value is None:
-                return
-            call = name, calls[name]
-            calls[name] += 1
-            self.forward[call] = value.detach()
-            if value.requires_grad:
-                value.register_hook(lambda grad: note_gradient(call, grad))
-
-        def note_gradient(call: Call, grad: torch.Tensor) -> None:
-            self.backward.setdefault(call, grad.detach())
-
-        for name, module in model.named_modules():
-            bare = _bare(name)
-            self.kinds[bare] = type(module).__name__
-            yield module.register_forward_hook(
-                lambda module, args, output, bare=bare: note(bare, module, output)
-            )
-
-
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def whole_value(value: torch.Tensor) -> torch.Tensor:
-    """A DTensor's, gathered by all of its ranks; any other as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-@dataclass(frozen=True)
-class _RankComparison:
-    """What this rank and the others `got`, beside what one process `wanted`. All ranks ask the same, in one order."""
-
-    mesh: MeshSpec
-    batch_axes: tuple[str, ...]
-    rank: int
-    wanted: _ObservedRun
-    got: _ObservedRun
-
-    def report(self) -> VerifyReport:
-        """The same on every rank. ShardingError where the parallel model has other outputs or parameters."""
-        gradients = self._gradients()
-        floats = [one for one in (*self.wanted.outputs, *self.wanted.gradients.values()) if one is not None]
-        limit = max((TOLERANCE.get(one.dtype, 0.0) for one in floats), default=1e-4)
-        own = dict(self._output_errors())
-        floor = CANCELLED * largest(self.wanted.gradients.values())
-        for name, expected in self.wanted.gradients.items():
-            if expected is not None:
-                own[f"grad {name}"] = _error(gradients.get(name), expected, floor)
-        errors = {name: max(one[name] for one in self._of_all(own)) for name in own}
-        worst = max(errors.values(), default=0.0)
-        if worst <= limit:
-            return VerifyReport(True, worst, errors, None)
-        return VerifyReport(False, worst, errors, self._first(errors, limit))
-
-    def _gradients(self) -> Mapping[str, torch.Tensor | None]:
-        """Of the parallel model, by the model's names."""
-        got = self.got.gradients
-        if not got.keys() & self.wanted.gradients.keys():  # DistributedDataParallel
-            got = {name.removeprefix("module."): value for name, value in got.items()}
-        missing = sorted(self.wanted.gradients.keys() - got.keys())
-        if missing:
-            raise ShardingError(
-                f"the parallel model has no parameter {missing[0]}, and {len(missing) - 1} others of the model's\n"
-                "  try: code that keeps parameters under their names, as fully_shard and parallelize_module do"
-            )
-        return got
-
-    def _output_errors(self) -> Iterator[tuple[str, float]]:
-        if len(self.got.outputs) != len(self.wanted.outputs):
-            raise ShardingError(
-                f"the parallel model returns {len(self.got.outputs)} tensors, and the model "
-                f"{len(self.wanted.outputs)}\n  try: make_parallel that returns the same"
-            )
-        group = self.mesh.group(self.rank, self.batch_axes)
-        for place, (value, expected) in enumerate(zip(self.got.outputs, self.wanted.outputs, strict=True)):
-            if len(group) > 1 and not self.got.whole[place]:
-                if value.shape == expected.shape:  # one for the batch: a mean
-                    all_ranks = self._of_all(value)
-                    value = torch.stack([all_ranks[rank] for rank in group]).mean(0)
-                else:
-                    expected = expected.chunk(len(group))[self.mesh.linear_index(self.rank, self.batch_axes)]
-            yield f"output {place}", _error(value, expected, 0.0)
-
-    def _of_all(self, own: Any) -> list[Any]:
-        found: list[Any] = [None] * self.mesh.device_count
-        dist.all_gather_object(found, own)
-        return found
-
-    def _first(self, errors: Mapping[str, float], limit: float) -> Divergence | None:
-        """A module that returns something else, else one whose output has another gradient, else a parameter. What
-        modules return may cancel where results do not: it differs from ten times the tolerance on."""
-        parts = len(self.mesh.group(self.rank, self.batch_axes))
-        sides = (("its output", "forward", 1.0), ("the gradient of its output", "backward", float(parts)))
-        for said, side, factor in sides:
-            wanted, got = getattr(self.wanted, side), getattr(self.got, side)
-            for call, value in wanted.items():
-                own = _called(got, call)
-                if all(self._of_all(own is not None)):
-                    assert own is not None
-                    pieces = self._of_all(whole_value(own))
-                    ways = joined_errors(pieces, value * factor, self.mesh, self.batch_axes)
-                    error = min(ways, default=float("inf"))
-                    if error > 10.0 * limit:
-                        name, kind = call[0] or "the model", self.wanted.kinds[call[0]]
-                        return Divergence(name, said, error, kind, "")
-        found = next(
-            (name for name, error in errors.items() if error > limit and name.startswith("grad ")), None
-        )
-        if found is None:
-            return None
-        return Divergence(found.removeprefix("grad "), "its gradient", errors[found], "a parameter", "")
-
-
-def _called(got: Mapping[Call, torch.Tensor], call: Call) -> torch.Tensor | None:
-    name, number = call
-    under = f"module.{name}" if name else "module"
-    return got.get(call, got.get((under, number)))
-
-
-def _error(value: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
-    if value is None or value.shape != expected.shape:
-        return float("inf")
-    return relative_error(value, expected, max(largest([expected]), floor))
-
-
-def joined_errors(
-    pieces: Sequence[torch.Tensor], expected: torch.Tensor, mesh: MeshSpec, batch_axes: Sequence[str] = ()
-) -> Iterator[float]:
-    """Errors of every way in which the ranks' pieces may be one value: along each axis copies, parts of a dim or
-    summands; along those of the batch also what a mean is of, as a loss of each rank's rows."""
-    scale = largest([expected])
-    ways: list[int | str] = ["copies", "sum", *range(expected.ndim)]
-    for chosen in itertools.product(
-        *([*ways, "mean"] if axis in batch_axes else ways for axis in mesh.names)
-    ):
-        joined = _joined(list(pieces), chosen, mesh, expected.shape)
-        if joined is not None and all(one.shape == expected.shape for one in joined):
-            yield max(relative_error(one, expected, scale) for one in joined)
-
-
-def _joined(
-    pieces: list[torch.Tensor], ways: Sequence[int | str], mesh: MeshSpec, shape: torch.Size
-) -> list[torch.Tensor] | None:
-    """All copies; None for parts that do not fit. From the last axis on, as it splits the parts of those before."""
-    copies = [pieces]
-    for size, way in zip(reversed(mesh.sizes), reversed(ways), strict=True):
-        merged: list[list[torch.Tensor]] = []
-        for row in copies:
-            groups = [row[i : i + size] for i in range(0, len(row), size)]
-            if way == "copies":
-                merged += [list(one) for one in zip(*groups, strict=True)]
-                continue
-            if isinstance(way, int) and sum(one.shape[way] for one in groups[0]) > shape[way]:
-                return None
-            try:
-                merged.append([_merged(one, way) for one in groups])
-            except (RuntimeError, IndexError):  # of other shapes
-                return None
-        copies = merged
-    return [row[0] for row in copies]
-
-
-def _merged(pieces: list[torch.Tensor], way: int | str) -> torch.Tensor:
-    if isinstance(way, int):
-        return torch.cat(pieces, way)
-    total: torch.Tensor = sum(pieces)  # type: ignore[assignment]
-    return total / len(pieces) if way == "mean" else total
-
+from passes.ir.process_state import random_state_kept
 
 MakeParallel = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 
+@random_state_kept()
 def verify_parallel(
     make_model: Callable[[], nn.Module],
     make_parallel: MakeParallel,
@@ -259,6 +42,8 @@ def verify_parallel(
     *,
     mesh: MeshSpec | DeviceMesh,
     batch_axes: Sequence[str] = (),
+    sequence_axes: Sequence[str] = (),
+    tolerance: float | None = None,
     seed: int = 0,
 ) -> VerifyReport:
     """Outputs and gradients of parallel code against those of the model in one process.
@@ -270,23 +55,42 @@ def verify_parallel(
     mesh:           a MeshSpec: as many processes are started on this machine, with gloo. A DeviceMesh: the processes
                     there are, each of which calls this.
     batch_axes:     mesh axes along which each rank gets its own rows of every tensor of the batch, as data parallelism
-                    has it; gradients are then means over them, and a scalar output too. Others get the whole batch.
-    seed:           of the model's values, and of the random gradients of its outputs.
+                    has it; gradients are then means over them, and a scalar output a mean or a sum. Others get the
+                    whole batch.
+    sequence_axes:  mesh axes over which the code itself divides sequences, as context parallelism has it; gradients are
+                    means over them too, and outputs the rank's parts or a scalar of them.
+    tolerance:      the relative error that is rounding; None: that of the coarsest dtype that is computed with.
+    seed:           of the model's values, of what it draws, and of the random gradients of its outputs.
 
     The report names the first module whose output, or whose output's gradient, is on the ranks no part, copy or
-    summand of the model's; else a parameter whose gradient differs. float64 tells wrong from rounded best. A model
-    that draws random numbers (dropout) differs by that.
+    summand of the model's; else a buffer or a parameter whose gradient differs. Parameters keep their names; a plain
+    one may be a part of the model's. float64 tells wrong from rounded best. Both runs draw the same random numbers, so
+    dropout of what every rank holds whole is compared, and of parts it differs.
 
     Raises ShardingError for arguments that do not fit, RankError with what a rank raised.
     """
     checked_count(seed, "seed")
+    if tolerance is not None and (not isinstance(tolerance, (int, float)) or not tolerance >= 0.0):
+        raise reject("tolerance", tolerance, "tolerance=1e-6, or None")
     spec = mesh_spec(mesh)
-    unknown = [axis for axis in batch_axes if axis not in spec.names]
-    if unknown:
+    batch_axes, sequence_axes = tuple(batch_axes), tuple(sequence_axes)
+    for argument, axes in (("batch_axes", batch_axes), ("sequence_axes", sequence_axes)):
+        others = [axis for axis in spec.names if axis not in batch_axes or argument == "batch_axes"]
+        for axis in axes:
+            if axis not in others:
+                said = "batch_axes has too" if axis in spec.names else f"{spec} lacks"
+                raise ShardingError(
+                    f"{argument} names {axis!r}, which {said}\n  try: {' or '.join(others) or 'none'}"
+                )
+    if isinstance(mesh, DeviceMesh) and spec.device_count != dist.get_world_size():
         raise ShardingError(
-            f"batch_axes names {unknown[0]!r}, which {spec} lacks\n  try: one of {', '.join(spec.names)}"
+            f"{spec} is of {spec.device_count} of {dist.get_world_size()} processes\n"
+            "  try: a mesh of all of them, and mesh[...] of it in make_parallel"
         )
-    case = ParallelCase(make_model, make_parallel, *as_call(example_inputs), spec, tuple(batch_axes), seed)
+    call = as_call(example_inputs)
+    # In the mesh's order, as parts of what is split twice are.
+    batch_axes = tuple(axis for axis in spec.names if axis in batch_axes)
+    case = ParallelCase(make_model, make_parallel, *call, spec, batch_axes, sequence_axes, tolerance, seed)
     case.rows(0)
     return case.report(mesh) if isinstance(mesh, DeviceMesh) else _in_processes(case)
 
@@ -301,6 +105,8 @@ class ParallelCase:
     kwargs: dict[str, Any]
     mesh: MeshSpec
     batch_axes: tuple[str, ...]
+    sequence_axes: tuple[str, ...]
+    tolerance: float | None
     seed: int
 
     @property
@@ -328,29 +134,55 @@ class ParallelCase:
         """On this rank; the same on all."""
         device, rank = torch.device(mesh.device_type), dist.get_rank()
         torch.manual_seed(self.seed)
-        whole = self.make_model().to(device)
-        other = self.make_model().to(device)
+        whole = self._model().to(device)
+        self._vary(whole)
+        torch.manual_seed(self.seed)  # buffers that are in no state are drawn
+        other = self._model().to(device)
         other.load_state_dict(whole.state_dict())
-        wanted = _ObservedRun.of(whole, *self._moved((self.args, self.kwargs), device), self._tangent)
+        parts = Parts(self.mesh, rank, MeanAxes(self.batch_axes, self.sequence_axes))
+        # Of complex numbers both parts count.
+        turned = lambda output: 0.6 + 0.8j if output.is_complex() else 1.0
+        given = lambda place, output: turned(output) * self._drawn(output.shape, place).to(output)
+        torch.manual_seed(self.seed)
+        wanted = ObservedRun.of(whole, *self._moved((self.args, self.kwargs), device), given)
+
+        def tangent(place: int, output: torch.Tensor) -> torch.Tensor:
+            expected = wanted.outputs[place] if place < len(wanted.outputs) else output
+            return parts.tangent(given(place, expected), output, expected)
+
+        torch.manual_seed(self.seed)
         parallel = self.make_parallel(other, mesh)
+        if not isinstance(parallel, nn.Module):
+            raise reject("what make_parallel returns", parallel, "return model, at its end")
+        got = ObservedRun.of(parallel, *self._moved(self.rows(rank), device), tangent, wanted)
+        return RankComparison(parts, wanted, got, self.tolerance).report()
 
-        def tangent(place: int, output: torch.Tensor, is_whole: bool) -> torch.Tensor:
-            given = self._tangent(place, wanted.outputs[place], True)
-            shares = self.parts > 1 and not is_whole and output.shape != given.shape
-            return self.parts * self.part(given, rank) if shares else given
+    def _model(self) -> nn.Module:
+        model = self.make_model()
+        if not isinstance(model, nn.Module):
+            raise reject("what make_model returns", model, "a model")
+        if any(one.is_meta for one in model.parameters()):
+            raise ShardingError(
+                "make_model returns a model on `meta`, which holds no values\n"
+                "  try: a model with values; make_parallel shards what it is given"
+            )
+        return model
 
-        got = _ObservedRun.of(parallel, *self._moved(self.rows(rank), device), tangent)
-        return _RankComparison(self.mesh, self.batch_axes, rank, wanted, got).report()
+    def _vary(self, model: nn.Module) -> None:
+        """Other numbers in parameters that hold one alone: a bias of zeros may be added twice, and nothing is seen."""
+        with torch.no_grad():
+            for place, one in enumerate(model.parameters()):
+                if one.requires_grad and one.numel() > 1 and bool((one == one.flatten()[0]).all()):
+                    one.add_(self._drawn(one.shape, place).to(one), alpha=0.1)
 
-    def _tangent(self, place: int, output: torch.Tensor, is_whole: bool) -> torch.Tensor:
-        """The gradient of an output of the model."""
+    def _drawn(self, shape: torch.Size, place: int) -> torch.Tensor:
+        """Of the seed and the place alone."""
         generator = torch.Generator().manual_seed(self.seed + place)
-        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-        return drawn.to(output.device, output.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def _moved(self, call: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors, tree = flatten(call)
-        return unflatten(tree, [one.detach().to(device) for one in tensors])
+        return unflatten(tree, [one.detach().clone().to(device) for one in tensors])
 
 
 def _in_processes(case: ParallelCase) -> VerifyReport:

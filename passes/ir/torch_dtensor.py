@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from passes.ir.torch_dispatch import replaced_attribute
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
@@ -283,3 +286,26 @@ def become_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: to
 def bare_tensor(kind: type[Any], like: torch.Tensor) -> Any:
     """A tensor of the subclass `kind` without data. `_make_wrapper_subclass` since torch 1.11."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
+
+
+@contextmanager
+def loss_parallel_noted() -> Generator[list[bool]]:
+    """What it gives is filled when a forward inside computes a loss within torch's `loss_parallel`. Since torch 2.3."""
+    from torch.distributed.tensor.parallel import loss
+
+    noted: list[bool] = []
+    enable: Callable[[], None] = loss._enable_custom_loss_ops
+
+    def noting() -> None:
+        noted.append(True)
+        enable()
+
+    with replaced_attribute(loss, "_enable_custom_loss_ops", noting):
+        yield noted
+
+
+def as_loss_parallel(noted: list[bool]) -> AbstractContextManager[None]:
+    """Where a backward of such a loss runs, which torch wants within `loss_parallel` too."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel() if noted else nullcontext()

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from autoshard import ShardingError
 from autoshard.planner.configuration import Configuration
+from autoshard.planner.priced_runs import MetaModel
 from autoshard.planner.readers import accelerate, megatron, torchtitan
 
 TITAN = """
@@ -151,8 +153,13 @@ def test_others_are_divisions_of_as_many_devices(tmp_path: Path) -> None:
         ("tensor_parallel_degree = 4", "new_degree = 4", "new_degree is 4"),
         ("tensor_parallel_degree = 4", "tensor_parallel_degree = 'x'", "tensor_parallel_degree is 'x'"),
         ("tensor_parallel_degree = 4", "tensor_parallel_degree = 5", "no multiple of the 5"),
+        ("tensor_parallel_degree = 4", "tensor_parallel_degree = 0", "tensor_parallel_degree is 0"),
+        ("shard_degree = -1", "shard_degree = 2", "its sizes multiply to 8 GPUs, and there are 16"),
+        ("[optimizer]", '[compile]\nenable = true\nbackend = "eager"\n[optimizer]', "backend is 'eager'"),
+        ('mode = "full"', 'mode = "selective"\nselective_ac_option = "2"', "selective_ac_option is '2'"),
+        ("[model]", "compile = true\n[model]", "[compile] is True"),
         ('mode = "full"', 'mode = "memory_budget"', "mode is 'memory_budget'"),
-        ("[optimizer]", "[float8]", "[float8]"),
+        ("[optimizer]", "[float8]\nenable_float8_linear = true", "[float8]"),
         ("[model]", "[model", "is no TOML"),
         ("[model]", '[model]\nconverters = ["float8"]', "converters is ['float8']"),
     ],
@@ -169,6 +176,8 @@ def test_what_torchtitan_cannot_have_priced(tmp_path: Path, old: str, new: str, 
         ("--expert-tensor-parallel-size 4", "--expert-tensor-parallel-size is 4"),
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor"),
         ("--seq-length x", "--seq-length"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size is 0"),
+        ("--lora-rank 8", "--lora-rank is '8'"),
         ("--fp16", "--fp16"),
         ("--fp8-format hybrid", "--fp8-format is 'hybrid'"),
         ("--fp8-format=hybrid", "--fp8-format is 'hybrid'"),
@@ -194,6 +203,9 @@ def test_what_megatron_cannot_have_priced(more: str, named: str) -> None:
         ("distributed_type: DEEPSPEED", "distributed_type is 'DEEPSPEED'"),
         ("mixed_precision: fp16", "mixed_precision is 'fp16'"),
         ("fsdp_config:\n  fsdp_offload_params: true", "fsdp_offload_params is True"),
+        ("dynamo_config:\n  dynamo_backend: EAGER", "dynamo_backend is 'EAGER'"),
+        ("parallelism_config:\n  parallelism_config_tp_size: 0", "parallelism_config_tp_size is 0"),
+        ("parallelism_config:\n  parallelism_config_dp_shard_size: 4", "multiply to 4 GPUs, and there are 8"),
         ("- a", "is no YAML"),
     ],
 )
@@ -201,6 +213,115 @@ def test_what_accelerate_cannot_have_priced(tmp_path: Path, more: str, named: st
     with pytest.raises(ShardingError) as caught:
         hugging_face(tmp_path, more)
     assert named in str(caught.value) and "\n  try: " in str(caught.value)
+
+
+def test_torchtitans_own_files(tmp_path: Path) -> None:
+    """[float8] counts with a converter alone, a layer in two with "selective" alone, and compiling with the model."""
+    more = 'mode = "full"\nselective_ac_option = "2"\n[float8]\nenable_fsdp_float8_all_gather = false\n[compile]\n'
+    found = titan(tmp_path, 'mode = "full"', f'{more}enable = true\ncomponents = ["loss"]')
+    assert found.recompute == "full" and not found.compiled
+    assert found.unread == ("float8", "optimizer", "activation_checkpoint.selective_ac_option")
+    assert titan(tmp_path, 'mode = "full"', f"{more}enable = true").compiled
+    assert titan(tmp_path, "[parallelism]", "compile = true\nsteps = 10\n[parallelism]").compiled
+    told = titan(
+        tmp_path, "[parallelism]", "steps = 10\n[parallelism]\nenable_async_tensor_parallel = true"
+    ).unread
+    assert told == ("optimizer", "parallelism.enable_async_tensor_parallel", "training.steps")
+
+
+def test_what_accelerate_is_not_read_of(tmp_path: Path) -> None:
+    more = "parallelism_config:\n  parallelism_config_cp_comm_strategy: allgather\nrdzv_backend: static\n"
+    told = hugging_face(tmp_path, more).unread
+    assert told == (
+        "parallelism_config.parallelism_config_cp_comm_strategy",
+        "fsdp_config.fsdp_version",
+        "rdzv_backend",
+    )
+
+
+LLAMA_8B = """--bf16 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu \\
+--group-query-attention --num-query-groups 8 --normalization RMSNorm --position-embedding-type rope \\
+--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 128256 --seq-length 8192"""
+QWEN = LLAMA_8B.replace("--group-query-attention", "--kv-channels 128 --qk-layernorm --group-query-attention")
+GPT_3 = "--bf16 --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
+
+
+@pytest.mark.parametrize(
+    ("words", "parameters"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        # Biases of 3 products of the MLP and 4 of attention.
+        (
+            LLAMA_8B.replace("--disable-bias-linear", ""),
+            8_030_261_248 + 32 * (2 * 14336 + 3 * 4096 + 2 * 1024),
+        ),
+        (f"{LLAMA_8B} --add-qkv-bias", 8_030_261_248 + 32 * (4096 + 2 * 1024)),
+        (
+            QWEN.replace("--kv-channels 128", "--kv-channels 64"),
+            8_030_261_248 - 32 * (5 * 4096 * 4096 // 4 - 128),
+        ),
+        (f"{GPT_3} --vocab-size 51200", 174_615_846_912),
+        (f"{GPT_3} --vocab-size 51200 --squared-relu", 174_615_846_912),
+        (
+            f"{GPT_3} --vocab-size 51200 --untie-embeddings-and-output-weights",
+            174_615_846_912 + 51200 * 12288,
+        ),
+        # StarCoder2 7B.
+        (
+            "--bf16 --num-layers 32 --hidden-size 4608 --num-attention-heads 36 --group-query-attention --vocab-size "
+            "49152 --num-query-groups 4 --position-embedding-type rope --ffn-hidden-size 18432 --seq-length 4096",
+            7_173_923_840,
+        ),
+    ],
+)
+def test_what_megatron_says_of_a_model(words: str, parameters: int) -> None:
+    found = megatron(words, 8)
+    assert found.model is not None and found.taken == ()
+    assert MetaModel.of(found.model, torch.bfloat16).parameters() == parameters
+
+
+def test_what_is_taken_for_options_that_are_not_given() -> None:
+    assert megatron(GPT_3, 8).taken == ("--vocab-size 50304",)
+    swiglu = "--position-embedding-type rope", "--normalization RMSNorm", "--vocab-size 50304"
+    assert megatron(f"{GPT_3} --swiglu", 8).taken == swiglu
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--num-experts 8",
+        "--multi-latent-attention",
+        "--mtp-num-layers 1",
+        "--kv-channels 64",
+        "--group-query-attention",
+        "--normalization RMSNorm",
+        "--position-embedding-type relative",
+        "--swiglu --position-embedding-type learned_absolute",
+        "--swiglu --normalization LayerNorm",
+        "--disable-bias-linear",
+    ],
+)
+def test_models_that_megatron_alone_knows(option: str) -> None:
+    """Their sizes are what `--hf` says."""
+    found = megatron(f"{GPT_3} {option}", 8)
+    assert found.model is None and found.named.startswith("a model with --")
+
+
+def test_what_is_priced_without() -> None:
+    found = megatron(f"{MEGATRON} --tp-comm-overlap --mtp-num-layers 1 --q-lora-rank 512", 16)
+    assert found.unread == (
+        "--tp-comm-overlap (priced without)",
+        "--mtp-num-layers (priced without)",
+        "--lr",
+        "--q-lora-rank",
+    )
+
+
+def test_stages_of_megatron_have_equal_layers() -> None:
+    with pytest.raises(ShardingError, match=r"9 layers are no multiple of 4 .*\n  try: 1, 3, 9 pipeline"):
+        megatron(MEGATRON, 16).stages_a_rank(9)
+    with pytest.raises(ShardingError, match="12 layers are no multiple of 8 stages"):
+        megatron(f"{MEGATRON} --num-virtual-stages-per-pipeline-rank 2", 16).stages_a_rank(12)
 
 
 def test_gpus_must_be_known(tmp_path: Path) -> None:

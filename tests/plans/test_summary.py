@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from autoshard import MeshSpec, Plan, find_plan
+from autoshard import MeshSpec, Plan, PlanError, find_plan
 from autoshard.drawing.page_data import page_data
+from autoshard.plan.crossovers import crossover_lines
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_content import Nearly
 from autoshard.plan.plan_summary import axis_words, without_shares
@@ -18,6 +19,7 @@ from autoshard.plan.task import CallLayouts, Task, search_plans
 from autoshard.planning import canonical_capture
 from cost_model.errors import titled
 from cost_model.memory import format_bytes
+from tests.plans.test_patterns import DP4_TP4, H100, regression, rows
 from tests.profiles import slow_compute
 
 
@@ -31,15 +33,25 @@ def test_one_screen() -> None:
     plan = find_plan(model, MeshSpec({"dp": 4}), (x,), profile=slow_compute(), memory_limit="100MB")
     said = axes(plan)
     assert list(said) == ["plan", "prices", "step", "memory", "proof", "dp", "nearly", "more"]
-    assert all(len(line) <= 120 for line in str(plan).splitlines())
+    assert all(len(line) <= 100 for line in str(plan).splitlines())
     assert said["plan"] == "33.1 thousand parameters on mesh (dp=4) of cpu"  # 64 x 256 x 2 + 256 + 64
     assert "of 100MB" in said["memory"]
 
 
 def test_a_long_line_is_folded() -> None:
     lines = titled("nearly", " ".join(["gathered"] * 40)).splitlines()
-    assert len(lines) == 4 and all(len(line) <= 120 for line in lines)
-    assert [line[:12] for line in lines] == ["nearly      ", *[" " * 12] * 3]
+    assert len(lines) == 5 and all(len(line) <= 100 for line in lines)
+    assert [line[:12] for line in lines] == ["nearly      ", *[" " * 12] * 4]
+
+
+def test_pages_are_folded() -> None:
+    """Prose, that is; tables and the planned graph have long lines."""
+    plan = find_plan(regression(4096, 8192), DP4_TP4, rows(65536, 4096), profile=H100)
+    with pytest.raises(PlanError) as caught:
+        plan.why_not("ZeRO-1")
+    texts = [plan.why_not("DDP"), plan.why_not("sequence parallel"), *crossover_lines(plan.crossovers())]
+    text = "\n".join([*texts, str(caught.value), plan.explain().partition("\n\n")[0]])
+    assert "weights whole; " in text and max(map(len, text.splitlines())) <= 100
 
 
 def test_memory_is_all_that_counts_against_the_limit() -> None:

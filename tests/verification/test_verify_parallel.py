@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import MeshSpec, RankError, ShardingError, VerifyReport, verify_parallel
-from autoshard.verification.verify_parallel import joined_errors
+from autoshard.verification.joined_pieces import MeanAxes, joined_errors
 from tests.ranks import RankPool
 
 
@@ -180,9 +180,9 @@ def test_ways_to_put_pieces_together() -> None:
     mesh = MeshSpec({"a": 2, "b": 2})
     value = torch.arange(8.0).reshape(4, 2)
     pieces = [value[:2] - 1.0, torch.ones(2, 2), value[2:] - 1.0, torch.ones(2, 2)]
-    assert min(joined_errors(pieces, value, mesh)) == 0.0
+    assert min(joined_errors(pieces, value, mesh, MeanAxes())) == 0.0
     pieces[3] = torch.zeros(2, 2)
-    assert min(joined_errors(pieces, value, mesh)) > 0.1
+    assert min(joined_errors(pieces, value, mesh, MeanAxes())) > 0.1
 
 
 @pytest.mark.slow
