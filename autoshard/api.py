@@ -275,6 +275,11 @@ def _checked_mesh(mesh: DeviceMesh) -> MeshSpec:
             f"mesh has {spec.device_count} devices {spec}, but only {world} processes run\n"
             f"  try: torchrun --nproc-per-node {spec.device_count}, or a smaller mesh"
         )
+    if mesh.get_coordinate() is None:
+        raise ShardingError(
+            f"{spec} is without this process, rank {dist.get_rank()} of {world}\n"
+            f"  try: a mesh of all {world} processes, or the call under `if dist.get_rank() < {spec.device_count}`"
+        )
     return spec
 
 

@@ -64,6 +64,12 @@ def check_original(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (*_WRAPPERS, FSDPModule)):
             raise ShardingError(_text(type(module).__name__, name))
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks):
+            raise ShardingError(
+                f"{name or 'model'} is split by parallelize_module, whose hooks communicate\n"
+                "  try: the model without it; constraints={'layers.*.up.weight': [Shard(0)]} pins what is to be split"
+            )
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -72,9 +78,10 @@ def check_unwrapped(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             raise ShardingError(_text("fully_shard", name))
     ours = set(model.modules())
-    for wrapper in live(_WRAPPERS):
-        if not ours.isdisjoint(wrapper.modules()):
-            raise ShardingError(_text(type(wrapper).__name__, ""))
+    # By name: what the error's frames hold lives as long as it is remembered.
+    names = [type(wrapper).__name__ for wrapper in live(_WRAPPERS) if not ours.isdisjoint(wrapper.modules())]
+    if names:
+        raise ShardingError(_text(names[0], "", "del the wrapper, or "))
 
 
 def refuse_data_parallel(model: nn.Module) -> None:
@@ -87,11 +94,11 @@ class _Refusal:
         raise ShardingError(_text("DistributedDataParallel", ""))
 
 
-def _text(wrapper: str, name: str) -> str:
+def _text(wrapper: str, name: str, first: str = "") -> str:
     what = f"{name} of the model" if name else "the model"
     return (
         f"{what} is wrapped by {wrapper}, and autoshard is the parallelism: gradients would be reduced twice\n"
-        "  try: the model without it; with accelerate, transformers' Trainer or Lightning as in docs/company.md"
+        f"  try: {first}the model without it; with accelerate, transformers' Trainer or Lightning as in docs/company.md"
     )
 
 

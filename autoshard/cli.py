@@ -19,6 +19,7 @@ from autoshard.planner.plan_command import (
     parse_mesh,
     positive,
 )
+from autoshard.version import __version__
 from cost_model.errors import AutoshardError
 
 
@@ -39,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="autoshard", description="Run a PyTorch model in parallel by its best plan."
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
+    commands = parser.add_subparsers(required=True)
     _add_demo(commands)
     add_plan(commands)
     _add_show(commands)

@@ -179,8 +179,13 @@ def _usage(calls: StockCalls) -> Sequence[str]:
     rows = f"its own rows of the batch along {', '.join(calls.data)}" if calls.data else "the whole batch"
     lines = [
         "mesh = make_mesh(); model = parallelize(model, mesh), before the optimizer is made. A rank passes",
-        f"{rows}. Losses are means over a rank's rows.",
+        f"{rows}.",
     ]
+    if calls.data:
+        lines.append(
+            f"The loss must be a mean over its rows: gradients are averaged along {', '.join(calls.data)}, which of"
+        )
+        lines.append("a sum, or where rows count unequally, gives other gradients than one process has.")
     if calls.plan.micro_batches > 1:
         lines.append("A step is backward_in_pieces(model, *inputs), where the model returns a loss.")
     if calls.tensor:

@@ -17,7 +17,7 @@ from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import CallLayouts
 from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.task import Task
-from cost_model.errors import InfeasibleError, PlanError, log, reject
+from cost_model.errors import CaptureError, InfeasibleError, PlanError, log, reject
 from cost_model.mesh import MeshSpec
 from passes.canonicalize.mark_rows import with_routing
 from passes.capture import Captured
@@ -34,6 +34,7 @@ Capture = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Captured]
 Ends = Callable[[Captured, Mapping[int, Layout]], CallLayouts]
 """Of a captured call, given the layouts of its inputs."""
 Shapes = tuple[tuple[int, ...], ...]
+_TRY = "\n  try: "
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,14 @@ class OtherSizes:
             # Graphs of other sizes that are kept, for the next question.
             if len(self.known) >= 16:
                 self.known.pop(list(self.known)[1])
-            self.known[shapes] = self._capture(shapes)
+            try:
+                self.known[shapes] = self._capture(shapes)
+            except CaptureError as error:
+                said = ", ".join(map(str, map(tuple, shapes)))
+                raise CaptureError(
+                    f"at other sizes the call's tensors would be {said}, which the model does not take\n"
+                    f"  {str(error).partition(_TRY)[0]}{_TRY}sizes without the name of a dim that weights fix"
+                ) from error
         return self.known[shapes]
 
     def _capture(self, shapes: Shapes) -> Captured:

@@ -99,7 +99,7 @@ class Styled:
         ]
         linears = [weight for weight in split if weight.kind == "linear"]
         rows = {weight.reader: weight.module for weight in linears if weight.dim == 1}
-        columns = {weight.module: self._reached(weight.reader, rows) for weight in linears if weight.dim == 0}
+        columns = self._columns([weight for weight in linears if weight.dim == 0], rows)
         parts = set[str]().union(*(reached for reached in columns.values() if reached is not None))
         readers = self.planned.by_name
         problems = [
@@ -130,13 +130,32 @@ class Styled:
             problems,
         )
 
+    def _columns(self, split: Sequence[Weight], rows: Mapping[str, str]) -> dict[str, set[str] | None]:
+        """Of each layer what its parts reach. None also where they meet a value that the plan splits and the code has
+        whole, as a key from a product split by rows."""
+        found = {weight.module: self._reached(weight.reader, rows) for weight in split}
+        while True:
+            parts = set[str]().union(*(reached for reached in found.values() if reached is not None))
+            meet = {
+                name
+                for name in parts
+                for one in self.planned.by_name[name].operands
+                if one.layout.dim_of(self.axis) is not None and one.source not in parts | self.made
+            }
+            mixed = [module for module, reached in found.items() if reached is not None and reached & meet]
+            if not mixed:
+                return found
+            found.update(dict.fromkeys(mixed))
+
     def _reached(self, start: str, rows: Mapping[str, str]) -> set[str] | None:
-        """What is computed of a layer's parts, up to layers split by rows, which are in it. None where it moves over
-        the axis before, or goes elsewhere: then the parts are gathered first."""
+        """What is computed of a layer's parts, up to layers split by rows, which are in it. None where it moves or is
+        summed over the axis before, or goes elsewhere: then the parts are gathered first."""
         found, left = {start}, [start]
         while left:
             name = left.pop()
             layout = self.planned.by_name[name].results[0].layout
+            if layout.dim_of(self.axis) is None:
+                return None
             for reader in self.readers[name]:
                 read = [one.layout for one in reader.operands if one.source == name]
                 if (

@@ -27,7 +27,7 @@ from autoshard.runtime.process_groups import (
 )
 from cost_model.errors import ShardingError, few
 from cost_model.mesh import MeshSpec
-from passes.capture.model_state import named_parameters
+from passes.capture.model_state import check_initialised, named_parameters
 from passes.capture.places import Root, Via, contents, refill
 from passes.capture.surroundings import held_by, module_attributes
 from passes.ir.torch_dtensor import dtensor_from, is_partial, local_of, memory_of, sharding_of
@@ -253,6 +253,8 @@ def held_layouts(model: nn.Module, spec: MeshSpec) -> dict[str, Layout]:
 
 def make_ready(model: nn.Module, mesh: DeviceMesh) -> None:
     """Its tensors are where this rank can have them, it is in no other wrapper, and only parameters are DTensors."""
+    for name, parameter in named_parameters(model).items():
+        check_initialised(parameter, name)
     check_placed(model, mesh)
     check_unwrapped(model)
     _gather_state(model)

@@ -267,6 +267,18 @@ def weight_norm_backward(
     return g / norms * (grad - v * along / norms), along.to(g.dtype)
 
 
+def or_of_nothing(form: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's form of a mean's backward divides by the number of elements in Python. Of none there is no gradient."""
+
+    def backward(gradient: Tensor, x: Tensor, *rest: Any) -> Any:
+        try:
+            return form(gradient, x, *rest)
+        except ZeroDivisionError:
+            return torch.zeros_like(x)
+
+    return backward
+
+
 SUMS: dict[Any, Callable[..., Any]] = {
     aten._is_all_true.default: lambda x: x.all(),
     aten._is_any_true.default: lambda x: x.any(),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from passes.capture.decomposed_places import PLACES
-from passes.capture.decomposed_sums import SUMS
+from passes.capture.decomposed_sums import SUMS, or_of_nothing
 from passes.ir.torch_compat import torch_decompositions
 
 aten = torch.ops.aten
@@ -245,4 +245,6 @@ _unsafe_masked_index _unsafe_masked_index_put_accumulate
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Op overload -> function, for `torch.export`, `make_fx` and AOT autograd. Ours win over torch's."""
     known = [getattr(aten, name) for name in _TORCH.split() if hasattr(aten, name)]
-    return {**torch_decompositions(known), **SUMS, **PLACES, **_FORMS}
+    means = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+    of_means = {op: or_of_nothing(form) for op, form in torch_decompositions(means).items()}
+    return {**torch_decompositions(known), **of_means, **SUMS, **PLACES, **_FORMS}

@@ -213,7 +213,7 @@ def find_slots(model: nn.Module) -> list[Slot]:
                 if tensor is None or (table == "__dict__" and not _is_state(tensor)):
                     continue
                 full = f"{prefix}.{key}" if prefix else key
-                _check_initialised(tensor, full)
+                check_initialised(tensor, full)
                 found[id(tensor)] = _with_place(found.get(id(tensor)), tensor, table, module, key, full)
     return list(found.values())
 
@@ -247,7 +247,8 @@ def _with_place(
     return replace(slot, names=(*slot.names, full), places=places)
 
 
-def _check_initialised(tensor: Tensor, name: str) -> None:
+def check_initialised(tensor: Tensor, name: str) -> None:
+    """CaptureError for a lazy parameter and for what is not dense."""
     if torch.nn.parameter.is_lazy(tensor):
         remedy = "call the model once on one small batch before autoshard"
         raise refused(f"{name} is a lazy parameter, without a shape", remedy)

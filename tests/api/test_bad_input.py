@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from autoshard import InfeasibleError, MeshSpec, Profile, ProfileError, ShardingError, find_plan
+from autoshard import (
+    CaptureError,
+    InfeasibleError,
+    MeshSpec,
+    Profile,
+    ProfileError,
+    ShardingError,
+    autoshard,
+    find_plan,
+)
 from autoshard.runtime.module import dispatcher_of
 from cost_model.errors import AutoshardError
 from tests.api.programs import Axes, assert_close, data, full, parallel, refusal, trained, two_linear
@@ -105,10 +115,6 @@ def test_the_search_alone_refuses_them_too(name: str) -> None:
 
 
 def too_big(rank: int) -> str:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from autoshard import autoshard
-
     model = two_linear()
     mesh = DeviceMesh("cpu", torch.arange(8), mesh_dim_names=("x",), _init_backend=False)
     return refusal(model, lambda: autoshard(model, mesh, (data()[0],)))
@@ -119,9 +125,37 @@ def test_a_mesh_bigger_than_the_world(ranks: RankPool) -> None:
         assert "mesh has 8 devices" in text and "only 2 processes run" in text
 
 
-def test_a_mesh_without_processes() -> None:
-    from autoshard import autoshard
+def left_out(rank: int) -> str:
+    mesh = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("x",))
+    model = two_linear()
+    return refusal(model, lambda: autoshard(model, mesh, profile=slow_compute(), backend="eager"))
 
+
+def test_a_mesh_without_this_process(ranks: RankPool) -> None:
+    inside, outside = ranks.run(left_out, world=2)
+    assert inside == "no error"
+    assert outside.startswith(
+        "ShardingError: mesh (x=1) is without this process, rank 1 of 2\n  try: a mesh of all"
+    )
+
+
+def lazy(rank: int) -> list[str]:
+    model = nn.Sequential(nn.LazyLinear(4))
+    parallel(model, PAIR)
+    with pytest.raises(CaptureError) as caught:
+        model(data()[0])
+    remedied = nn.Sequential(nn.LazyLinear(4))
+    remedied(data()[0][:1])
+    return [str(caught.value), str(parallel(remedied, PAIR)(data()[0]).shape)]
+
+
+def test_a_lazy_model(ranks: RankPool) -> None:
+    for text, shape in ranks.run(lazy, world=2):
+        assert "0.weight is a lazy parameter" in text and "\n  try: call the model once" in text
+        assert shape == "torch.Size([8, 4])"
+
+
+def test_a_mesh_without_processes() -> None:
     model: Any = two_linear()
     with pytest.raises(ShardingError, match="MeshSpec, which has no processes"):
         autoshard(model, MeshSpec({"x": 2}), (data()[0],))  # type: ignore[arg-type]

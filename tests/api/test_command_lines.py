@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autoshard.cli import main
+from autoshard.version import __version__
 from tests.profiles import slow_compute
 
 MODELS = """
@@ -154,6 +155,15 @@ def test_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2 and "usage: autoshard" in capsys.readouterr().err
+
+
+def test_commands_and_version_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "{demo,plan,show,diff,verify,profile,report}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"autoshard {__version__}\n"
 
 
 @pytest.mark.parametrize("line", lines(ERRORS))

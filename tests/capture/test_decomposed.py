@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cost_model.errors import CaptureError
 from passes.canonicalize import canonicalize
@@ -156,3 +157,22 @@ class _Beyond(nn.Module):
 def test_memory_of_others_is_an_error() -> None:
     with pytest.raises(CaptureError, match=r"not the tensor's own\n  at .*as_strided.*\n  try: view, slice"):
         capture(_Beyond(), (torch.randn(3, 4),), {})
+
+
+class _Loss(nn.Module):
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.up, self.loss = nn.Linear(4, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.up(x), y)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss])
+def test_losses_of_no_rows(loss: Callable[..., Tensor]) -> None:
+    model, x, y = _Loss(loss), torch.zeros(0, 4), torch.zeros(0, 3)
+    joint = capture(model, (x, y), {}).joint
+    given = {**dict(model.named_parameters()), "args[0]": x, "args[1]": y}
+    with torch.no_grad():
+        value, *gradients = joint.module(*(given.get(end.name, torch.ones(())) for end in joint.inputs))
+    assert value.isnan() and [float(one.abs().sum()) for one in gradients] == [0.0, 0.0]

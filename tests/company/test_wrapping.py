@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.runtime.module import dispatcher_of
 from cost_model.errors import ShardingError
-from tests.api.programs import Axes, Normed, assert_close, data, full, normed, parallel
+from tests.api.programs import Axes, Normed, assert_close, data, device_mesh, full, normed, parallel
 from tests.ranks import RankPool
 
 ONE: Axes = (("x", 1),)
@@ -45,6 +46,17 @@ def wrapped_before(rank: int) -> None:
             parallel(model, ONE)
         if isinstance(model, Normed):
             assert "forward" not in vars(model)
+    split = parallelize_module(nn.Sequential(nn.Linear(10, 4)), device_mesh(ONE), {"0": ColwiseParallel()})
+    with pytest.raises(
+        ShardingError, match=r"0 is split by parallelize_module.*\n  try: the model without it"
+    ):
+        parallel(split, ONE)
+    x, inner = data()[0], normed()
+    wrapper = DistributedDataParallel(inner)
+    with pytest.raises(ShardingError, match="try: del the wrapper, or the model without it"):
+        parallel(inner, ONE, (x,))
+    del wrapper
+    assert_close(full(parallel(inner, ONE, (x,))(x)), full(normed()(x)))
 
 
 def compiled_after(rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def family_plan(axes: dict[str, int], family: str) -> Plan:
-    plan = find_plan(made(), MeshSpec(axes), batch(0), profile=slow_compute(), gap=0.5)
+def family_plan(axes: dict[str, int], family: str, make: Callable[[], LM] = made) -> Plan:
+    plan = find_plan(make(), MeshSpec(axes), batch(0), profile=slow_compute(), gap=0.5)
     assert plan.again is not None
     found = plan.again.search(Variant(family=family_named(family)))
     assert isinstance(found, Plan)
@@ -91,10 +91,12 @@ def trained(model: Any, rows: slice, backward: Any = None) -> list[float]:
     return losses
 
 
-def both(rank: int, saved: str, code: str, data: Sequence[str]) -> tuple[list[float], list[float]]:
+def both(
+    rank: int, saved: str, code: str, data: Sequence[str], make: Callable[[], LM] = made
+) -> tuple[list[float], list[float]]:
     plan = Plan.load(saved)
     mesh = init_device_mesh("cpu", plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
-    mine = trained(autoshard(made(), mesh, plan=plan, backend="eager"), slice(None))
+    mine = trained(autoshard(make(), mesh, plan=plan, backend="eager"), slice(None))
     spec = importlib.util.spec_from_file_location("exported", code)
     assert spec is not None and spec.loader is not None
     exported = importlib.util.module_from_spec(spec)
@@ -103,7 +105,7 @@ def both(rank: int, saved: str, code: str, data: Sequence[str]) -> tuple[list[fl
     for axis in data:
         parts, place = parts * plan.mesh.size(axis), plan.mesh.linear_index(rank, data)
     rows = slice(place * 4 // parts, (place + 1) * 4 // parts)
-    model = exported.parallelize(made(), exported.make_mesh("cpu"))
+    model = exported.parallelize(make(), exported.make_mesh("cpu"))
     losses = trained(model, rows, getattr(exported, "backward_in_pieces", None))
     theirs = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(theirs)
@@ -144,6 +146,55 @@ def test_exported_code_trains_as_the_plan(
         assert theirs == pytest.approx(alone, abs=1e-12)
 
 
+class Turned(Layer):
+    """Queries and keys are turned by their places: the search splits their products by rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, angle = self.norm_1(x), torch.arange(6, dtype=x.dtype)[:, None]
+        q, k, v = (w(y).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        q, k = (t * angle.cos() + torch.cat([-t[..., 1:], t[..., :1]], -1) * angle.sin() for t in (q, k))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+def turned() -> LM:
+    model = made()
+    model.layers = nn.ModuleList(Turned() for _ in range(2)).double()
+    return model
+
+
+def test_parts_that_meet_a_whole_value_are_gathered(ranks: RankPool, tmp_path: Path) -> None:
+    plan = family_plan({"q": 2}, "TP", turned)
+    plan.save(tmp_path / "plan.json")
+    code = plan.export(tmp_path / "parallel.py")
+    text = code.read_text()
+    assert '"layers.*.k": RowwiseParallel(input_layouts=Replicate())' in text
+    assert '"layers.*.v": ColwiseParallel(output_layouts=Replicate())' in text
+    assert '"layers.*.up": ColwiseParallel()' in text
+    alone = trained(turned(), slice(None))
+    for mine, theirs in ranks.run(both, str(tmp_path / "plan.json"), str(code), (), turned, world=2):
+        assert mine == pytest.approx(alone, abs=1e-12) and theirs == pytest.approx(alone, abs=1e-12)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.normalize(self.up(x), dim=-1)).square().mean()
+
+
+def test_parts_that_are_summed_over_are_gathered() -> None:
+    pins = {"up.*": [Shard(0)], "down.weight": [Shard(1)]}
+    given = (torch.empty(65536, 8, device="meta"),)
+    plan = find_plan(Normed().to("meta"), MeshSpec({"r": 2}, "cuda"), given, profile="h100", constraints=pins)
+    assert any("r:sum" in str(one.results[0].layout) for one in plan.records if one.op.startswith("aten.sum"))
+    text = export_code(plan)
+    assert '"up": ColwiseParallel(output_layouts=Replicate())' in text
+    assert '"down": RowwiseParallel(input_layouts=Replicate())' in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["o", "p"])
 def test_pieces_of_a_batch(ranks: RankPool, tmp_path: Path, axis: str) -> None:
@@ -181,6 +232,7 @@ def test_the_head_says_what_is_not_done() -> None:
     )
     assert f"The plan: {format_seconds(plan.step_time)} a step" in export_code(plan)
     assert 'batch_axes=["n"]' in export_code(plan)
+    assert "The loss must be a mean over its rows: gradients are averaged along n, which" in export_code(plan)
 
 
 class Scaled(LM):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan
+from autoshard import CaptureError, InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan
 from tests.plans.test_crossovers import COMPUTE, SIDE, START, Product, profile
 from tests.profiles import slow_compute
 
@@ -129,3 +129,20 @@ def test_a_plan_fits_at_the_largest_size_asked() -> None:
         found(given, memory_limit=most // 8, sizes=asked)
     with pytest.raises(ShardingError, match="sizes is 512"):
         found(given, sizes=512)
+
+
+def test_a_size_that_weights_fix_is_named() -> None:
+    features = (torch.zeros(8, 64),)
+    plan = found(features)
+    for ask in (
+        lambda: plan.step_time_at(sequence=32),
+        lambda: found(features, sizes={"sequence": (1, 32)}, memory_limit="1GB"),
+    ):
+        with pytest.raises(CaptureError) as caught:
+            ask()
+        text = str(caught.value)
+        assert text.startswith(
+            "at other sizes the call's tensors would be (8, 32), which the model does not take\n"
+        )
+        assert text.count("\n  try: ") == 1 and "sizes without the name of a dim that weights fix" in text
+    assert found(features, sizes={"batch": (1, 32)}, memory_limit="1GB").parameters

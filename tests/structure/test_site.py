@@ -81,6 +81,17 @@ def search(query: str) -> list[str]:
         ("torch.compile", "faq.md"),
         ("FP8", "faq.md"),
         ("MoE", "how-to/experts.md"),
+        ("gradient accumulation", "faq.md"),
+        ("gradient clipping", "faq.md"),
+        ("learning rate scheduler", "faq.md"),
+        ("mixed precision", "faq.md"),
+        ("context parallel", "faq.md"),
+        ("activation checkpointing", "faq.md"),
+        ("expert parallel", "how-to/experts.md"),
+        ("memory limit", "how-to/memory.md"),
+        ("profiling", "faq.md"),
+        ("on a CPU", "faq.md"),
+        ("LoRA", "how-to/low-precision.md"),
     ],
 )
 def test_what_users_look_for_is_found(query: str, page: str) -> None:
