@@ -67,7 +67,8 @@ class Correcting:
     seconds. anyway: of `StatesWithin`. best: that fits. least: of those that do not. refused: why there were no states
     at first. judged: states of which there is a program. tight: as it is counted now, nothing fitted. plain: nothing
     fitted that is counted as the first program is, so what programs hold besides is left out. cut_short: the
-    last states were found when their time was over. bound: no states that are as they are counted now take less."""
+    last states were found when their time was over. missing: bytes by which the program is over the limit that the next
+    are counted as. bound: no states that are as they are counted now take less."""
 
     joint: JointGraph
     programs: Callable[[Found], Sequence[Program]]
@@ -87,6 +88,7 @@ class Correcting:
     tight: bool = False
     plain: bool = False
     cut_short: bool = False
+    missing: int = 0
     bound: float = 0.0
 
     @cached_property
@@ -132,10 +134,12 @@ class Correcting:
             again = found is None and self.best is None and less > 0 and self.bound < self.faster
             if not patience or (found is None and not again):
                 return
-            # Counted as a program is, these fitted, and their own program does not.
-            over = 0 if found is None else self.needs(found) - self.limit
+            # Counted as a program is, these fitted, and their own program, the fastest with room for it, does not.
+            over = 0 if found is None else self.missing
             if number > 0 and (over > 0 or self.best is None):
                 less += max(over, int(_LESS * self.limit))
+            elif over <= 0 and not self.plain:
+                less //= 2  # it fits as it is counted
             if found is not None:
                 room = self.limit - self.reserve(found)
 
@@ -165,6 +169,7 @@ class Correcting:
         if found is not None:
             self._take(found)
             program = self._closest(found, states)
+            self.missing = program.over
             plain = self.plain and self.best is None
             self.offered.correct(states, program.phases, () if plain else program.held)
         return found

@@ -135,11 +135,14 @@ FIRST, ROUNDS = 12, 8
 WORTH, PATIENCE = 0.25, 2
 """Of the gap that is asked for, what a round must close to have been worth it, and how many in a row may not be. Of a
 rough answer all of it, and none."""
+STEEPER = 5.0
+"""By what a price rises while nothing fits. What fits is soon brought then, and a mix says what a byte is worth;
+between the two prices a problem is the hardest."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
 LEFT = 10.0
-"""What may be left open of such a problem, and of a mix of columns, once small parts of it were searched, as a share of
-the least cost without a limit: all. An integer program of all of it takes minutes."""
+"""What may be left open of such a problem, of one that brings strategies and of a mix of them, once small parts of it
+were searched, as a share of the least cost without a limit: all. An integer program of all of it takes minutes."""
 LARGE, MANY = 1_000_000, 0.5
 """Edge entries beyond which layers are taken alike first, and share of all nodes that may be of kinds of their own."""
 
@@ -224,7 +227,7 @@ class _Generation(CuttingPlanes):
         deadline: float,
         relative_gap: float,
     ) -> None:
-        super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap)
+        super().__init__(problem, kinds, deadline, rows_inside=False, relative_gap=relative_gap, enough=LEFT)
         self.ties, self.whole = ties, whole
         self.rough = ties is not None and relative_gap >= ROUGH
         self.prices: Mapping[int, float] = {}
@@ -280,11 +283,11 @@ class _Generation(CuttingPlanes):
             raise several_rows(self.problem, Graph.of(self.problem, Tables()), self.deadline)
 
     def _raised(self, point: Point) -> Point:
-        """Where a byte costs twice as much wherever the last choice holds too many, and at the least as much as half of
-        what it costs anywhere."""
+        """Where a byte costs more wherever the last choice holds too many, and at the least as much as half of what it
+        costs anywhere."""
         least = 0.5 * max(point.prices.values(), default=self.cap)
         over = {row for rows in peaks(self.planes[-1].over) for row in rows}
-        raised = {row: 2.0 * max(point.prices.get(row, 0.0), least) for row in sorted(over)}
+        raised = {row: STEEPER * max(point.prices.get(row, 0.0), least) for row in sorted(over)}
         return replace(point, prices={**point.prices, **raised})
 
     def _brings(self) -> bool:

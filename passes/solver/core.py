@@ -8,7 +8,9 @@ relaxation in marginal form takes over (its dual values are better messages), an
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from .graph import DeadEnd, Graph
 from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve
-from .problem import Infeasible
+from .problem import Index, Infeasible
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
@@ -30,14 +32,20 @@ QUICK = 100_000
 where messages have not converged by then it is its turn."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
-BRANCHES = 100
-"""Relaxations solved in branches before HiGHS searches by itself."""
+BRANCHES, FEW = 100, 10
+"""Relaxations solved in branches before HiGHS searches by itself; and where only a better choice is looked for before
+there is a relaxation."""
+LIKELY = 6
+"""Strategies of a node, the best by messages, of which the best choice is looked for."""
+STALLED, SLOWLY = 0.02, 0.005
+"""Share of the gap by which the bound rises too little for five more passes: where a relaxation is quick, and where it
+takes longer than many of them."""
 
 
 @dataclass(frozen=True)
 class Budget:
     """When to stop: at `deadline` (time.monotonic), or when the bound is within `tolerance` (absolute); within `enough`
-    no integer programs of all that is left are tried, but where it is small."""
+    neither relaxations of what is large are tried nor integer programs of all that is left, but where it is small."""
 
     deadline: float
     tolerance: float
@@ -106,10 +114,26 @@ def cost_scale(graph: Graph, deadline: float = float("inf")) -> tuple[float, Mes
 def weighted(graph: Graph, relaxed: Relaxed, deadline: float) -> Graph:
     """The part of `graph` that has only strategies which the relaxation gives weight [Berthold 2007, RENS], reduced.
     Raises DeadEnd."""
+    # Weight in the relaxation of a strategy that may be part of its nearest choices.
+    kept = {node: np.flatnonzero(shares > 1e-6) for node, shares in relaxed.by_node(graph).items()}
+    return _part(graph, kept, deadline)
+
+
+def likely(graph: Graph, messages: Messages, choices: Sequence[Mapping[int, int]], deadline: float) -> Graph:
+    """The part of `graph` that has only the strategies that are the best by messages, and those of `choices`, reduced.
+    Raises DeadEnd."""
+    kept: dict[int, Index] = {}
+    for node, cost in graph.cost.items():
+        total = sum((messages[other, node] for other in graph.adjacent[node]), cost)
+        some = {int(a) for a in np.argsort(total, kind="stable")[:LIKELY]}
+        kept[node] = np.array(sorted(some | {choice[node] for choice in choices}))
+    return _part(graph, kept, deadline)
+
+
+def _part(graph: Graph, kept: Mapping[int, Index], deadline: float) -> Graph:
     part = graph.copy()
-    for node, shares in relaxed.by_node(part).items():
-        # Weight in the relaxation of a strategy that may be part of its nearest choices.
-        part.restrict(node, np.flatnonzero(shares > 1e-6))
+    for node, strategies in kept.items():
+        part.restrict(node, strategies)
     presolve(part, deadline)
     return part
 
@@ -191,45 +215,52 @@ class _Connected:
         start, self._messages = self._messages, None
         messages = settled = passing.zeros() if start is None else passing.packed(start)
         bound = new = -float("inf")
-        stalled, left = 0, 4 if self.graph.entries() <= QUICK else float("inf")
+        quick = self.graph.entries() <= QUICK
+        stalled, left, least = 0, *((4, STALLED) if quick else (float("inf"), SLOWLY))
+        decoded: list[dict[int, int]] = []
         # Once in any case: a search whose time is over before it began has a bound as well.
-        # Messages have converged when this many times in a row the bound rose by less than this share of
-        # the gap.
+        # Messages have converged when the bound rose too little this many times in a row.
         while stalled < 3 and left > 0 and not (np.isfinite(bound) and self.best and self.budget.spent):
             settled = passing.ascend(messages, PASSES, self.budget.deadline)
             new = passing.lower_bound(settled)
             for backward in (False, True):
-                self._offer(descend(self.graph, passing.decode(messages, backward)))
+                decoded.append(descend(self.graph, passing.decode(messages, backward)))
+                self._offer(decoded[-1])
             left -= 1
             gain = new - bound
             bound = max(bound, new)
-            stalled = stalled + 1 if gain <= 0.02 * (self.cost - bound) else 0
+            stalled = stalled + 1 if gain <= least * (self.cost - bound) else 0
             if self.cost - bound <= self.budget.tolerance:
                 break
+        else:
+            if not quick:
+                found = partial(likely, self.graph, passing.unpacked(messages), decoded)
+                self._offer_part(found, FEW)
         return self._prune(passing.unpacked(settled), new)
 
     def _by_relaxation(self) -> bool:
-        if self.graph.entries() > PROGRAM_LIMIT:
+        entries = self.graph.entries()
+        if entries > PROGRAM_LIMIT or (entries > QUICK and self.cost - self.bound <= self.budget.enough):
             return False
         relaxed = Relaxation(self.graph).solve(self.budget.deadline)
         if relaxed is None:
             return False
         self._offer(descend(self.graph, relaxed.choice))
         if not self._weighted:
-            self._offer_weighted(relaxed)
+            self._weighted = True
+            self._offer_part(partial(weighted, self.graph, relaxed), BRANCHES)
         return self._prune(relaxed.messages, bound_of(self.graph, relaxed.messages))
 
-    def _offer_weighted(self, relaxed: Relaxed) -> None:
-        """The best of the strategies that the relaxation gives weight."""
-        self._weighted = True
+    def _offer_part(self, part: Callable[[float], Graph], most: int) -> None:
+        """The best of some strategies. most: relaxations to solve."""
         try:
-            rest = weighted(self.graph, relaxed, self.budget.deadline)
+            rest = part(self.budget.deadline)
         except DeadEnd:
             return
         # Share of the entries at most, that these strategies have, for the best of them to be looked for.
         if rest.entries() <= 0.2 * self.graph.entries():
             known = self.cost - self.graph.constant
-            found = Branches(rest, known, self.budget.tolerance, self.budget.deadline, BRANCHES)
+            found = Branches(rest, known, self.budget.tolerance, self.budget.deadline, most)
             if found.best is not None:
                 self._offer(rest.expand(found.best))
 

@@ -309,3 +309,45 @@ def test_far_over_the_limit_nothing_is_searched_without_messages_either(
     own = {"with": machine, "without": offered}[first]
     assert own.counted[0] == LIMIT - (messages if first == "with" else 0)
     assert found.peak_nbytes == LIMIT
+
+
+@dataclass
+class Cliff(Machine):
+    """What does not fit does with less in transfers at once, and takes ten times as long."""
+
+    def fastest(self, joint: JointGraph, states: Any, *rest: Any) -> Found:
+        found = super().fastest(joint, states, *rest)
+        if states is None or found.peak_nbytes <= LIMIT:
+            return found
+        return replace(
+            found, seconds=10.0 * found.seconds, peak_nbytes=LIMIT - 1, peak_node=str(found.peak_nbytes)
+        )
+
+
+def test_room_is_less_by_what_the_program_lacks_that_states_are_counted_as(joint: JointGraph) -> None:
+    """Each is over the limit by 20 bytes as it is counted, and a slow program of it fits."""
+    machine = Cliff(
+        lambda counted: counted + (30 if counted == LIMIT else 50 if counted > 960 else 70),
+        least=300,
+        enough=500,
+    )
+
+    def both(found: Found) -> list[Program]:
+        if not found.peak_node.isdigit():
+            return _programs(found)
+        held = int(found.peak_node)
+        fast = Program((found.seconds / 10.0,), held - LIMIT, [("x", held)])
+        return [fast, Program((found.seconds,), -1, [("x", LIMIT - 1)])]
+
+    found = StatesWithin(joint, (_way(machine), _never()), lambda found: 0, lambda found: 0, both).found(
+        LIMIT, NEVER
+    )
+    assert found.peak_nbytes == LIMIT and found.seconds == pytest.approx(100.0 / 930)
+
+
+def test_where_a_program_fits_more_room_is_tried_again(joint: JointGraph) -> None:
+    """Of the third states the program holds 25 bytes more than they are counted, of the second 50."""
+    holds = {1000: 1030, 970: 1020, 930: 955}
+    machine = Machine(lambda counted: holds.get(counted, counted + 20), least=300, enough=500)
+    found = _planned(machine, joint)
+    assert found.peak_nbytes == 995 and found.seconds == pytest.approx(100.0 / 975)
