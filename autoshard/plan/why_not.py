@@ -114,8 +114,9 @@ class PlanQuestions(PlanContent):
             )
         if self.again is None:
             raise PlanError(
-                f"{question} must search again, and this plan was loaded from a file or unpickled\n"
-                "  try: plan = find_plan(model, mesh, example_inputs), then ask that plan"
+                f"{question} must search again, and this plan was loaded from a file or unpickled, "
+                "as that of `autoshard` is on ranks other than 0\n"
+                "  try: on rank 0; or plan = find_plan(model, mesh, example_inputs), then ask that plan"
             )
         return self.again
 
