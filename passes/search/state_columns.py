@@ -135,7 +135,7 @@ FIRST, ROUNDS = 12, 8
 WORTH, PATIENCE = 0.25, 2
 """Of the gap that is asked for, what a round must close to have been worth it, and how many in a row may not be. Of a
 rough answer all of it, and none."""
-STEEPER = 5.0
+STEEPER = 4.0
 """By what a price rises while nothing fits. What fits is soon brought then, and a mix says what a byte is worth;
 between the two prices a problem is the hardest."""
 SMALL = 50_000
