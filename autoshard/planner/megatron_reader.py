@@ -151,32 +151,29 @@ def _model(known: argparse.Namespace) -> tuple[dict[str, Any] | None, str, tuple
     groups = (known.num_query_groups or 1) if known.group_query_attention else heads
     head = known.kv_channels or width // heads
     rotary, biases = positions == "rope", not known.disable_bias_linear
-    told = [
-        *(f"--{name}" for name in _NOT_KNOWN if _of(known, name)),
-        *(
-            []
-            if positions in ("rope", "learned_absolute") and rotary >= gated
-            else [f"--position-embedding-type {positions}"]
-        ),
-        *([] if norm == ("RMSNorm" if gated else "LayerNorm") else [f"--normalization {norm}"]),
-        *(["--squared-relu"] if known.squared_relu and gated else []),
-        *(["--qk-layernorm"] if known.qk_layernorm and (not gated or biases or known.add_qkv_bias) else []),
-    ]
-    if not gated and not rotary:  # a GPT-2
-        told += ["--disable-bias-linear"] if not biases else []
-        told += ["--group-query-attention"] if groups != heads else []
-        told += [f"--kv-channels {head}"] if head * heads != width else []
-    elif not gated and known.add_qkv_bias and not biases:
-        told.append("--add-qkv-bias")
-    if told:
-        return None, f"a model with {told[0]}", ()
+    gpt2 = not gated and not rotary
+    unlike = {
+        **{f"--{name}": _of(known, name) for name in _NOT_KNOWN},
+        f"--position-embedding-type {positions}": positions not in ("rope", "learned_absolute")
+        or gated > rotary,
+        f"--normalization {norm}": norm != ("RMSNorm" if gated else "LayerNorm"),
+        "--squared-relu": known.squared_relu and gated,
+        "--qk-layernorm": known.qk_layernorm and (not gated or biases or known.add_qkv_bias),
+        "--disable-bias-linear": gpt2 and not biases,
+        "--group-query-attention": gpt2 and groups != heads,
+        f"--kv-channels {head}": gpt2 and head * heads != width,
+        "--add-qkv-bias": rotary and not gated and known.add_qkv_bias and not biases,
+    }
+    told = next((name for name, so in unlike.items() if so), None)
+    if told is not None:
+        return None, f"a model with {told}", ()
     length = known.max_position_embeddings or of("seq-length", 2048)
     sizes = {
         "vocab_size": of("vocab-size", 50304),
         "tie_word_embeddings": not known.untie_embeddings_and_output_weights,
     }
     activation = "relu2" if known.squared_relu else "gelu_pytorch_tanh"
-    if not gated and not rotary:
+    if gpt2:
         given = {"n_layer": known.num_layers, "n_embd": width, "n_head": heads, "n_positions": length}
         inner = {"n_inner": known.ffn_hidden_size or 4 * width, "activation_function": activation}
         return {"model_type": "gpt2", **given, **inner, **sizes}, "", _taken(taken)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -365,14 +365,19 @@ class MetaModel:
         if len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return False
         sizes: dict[str, Counter[tuple[str, torch.Size]]] = {}
-        for name, parameter in self._model(None).named_parameters():
+        for name, parameter in self._whole.named_parameters():
             place = re.search(r"\.(\d+)\.", name)
             if place is not None:
                 sizes.setdefault(place[1], Counter())[name.replace(place[0], ".", 1), parameter.shape] += 1
         return len(sizes) == self.depth and all(one == sizes["0"] for one in sizes.values())
 
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._model(None).parameters())
+        return sum(parameter.numel() for parameter in self._whole.parameters())
+
+    @cached_property
+    def _whole(self) -> Any:
+        """To be counted."""
+        return self._model(None)
 
 
 def _loss(forward: Callable[..., Any], **inputs: Any) -> Any:

@@ -24,6 +24,7 @@ from autoshard.watching.agreement import collectively, everyones
 from cost_model.errors import ShardingError, few
 from passes.capture.model_state import refresh_flat_weights
 from passes.ir.torch_compat import version_of
+from passes.ir.torch_dtensor import whole_value
 
 
 def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
@@ -213,7 +214,7 @@ def _fitting(value: Tensor, parameter: Tensor) -> Tensor:
     value = value.detach()
     if isinstance(parameter, DTensor):
         return as_laid_out(value, parameter)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return whole_value(value)
 
 
 def _mesh_of_all(whole: Mapping[str, tuple[Tensor, Tensor]]) -> DeviceMesh:

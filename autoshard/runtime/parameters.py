@@ -41,6 +41,7 @@ from passes.ir.torch_dtensor import (
     sharding_of,
     take_gradients_of_dtensors,
     take_plain_tensors_as_replicated,
+    whole_value,
     wrap_dtensor_handler,
     wrap_in_torch,
 )
@@ -89,7 +90,7 @@ def complete_dtensor_ops(device: torch.device, meshes: Iterable[DeviceMesh] = ()
 
 
 def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return op(*(a.full_tensor() if isinstance(a, DTensor) else a for a in args), **kwargs)
+    return op(*map(whole_value, args), **kwargs)
 
 
 def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

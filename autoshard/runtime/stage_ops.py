@@ -36,6 +36,7 @@ from passes.ir.torch_dtensor import (
     is_partial,
     local_of,
     unscaling_op,
+    whole_value,
     wrap_attribute,
     wrap_dtensor_handler,
     wrap_in_torch,
@@ -133,8 +134,8 @@ def _clip(plain: Callable[..., None]) -> Callable[..., None]:
         given = _listed(parameters)
         if _pipeline_of([p.grad for p in given]) is None:
             return plain(given, *rest, **options)
-        whole = lambda value: value.full_tensor() if isinstance(value, DTensor) else value
-        plain(_parts(given), *map(whole, rest), **{name: whole(value) for name, value in options.items()})
+        others = {name: whole_value(value) for name, value in options.items()}
+        plain(_parts(given), *map(whole_value, rest), **others)
         return increment_version([p.grad for p in given if isinstance(p.grad, DTensor)])
 
     return clip

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from autoshard.verification.joined_pieces import Index, MeanAxes, joined_errors, parts_of, place_by_values
-from autoshard.verification.observed_run import Call, ObservedRun, whole_value
+from autoshard.verification.observed_run import Call, ObservedRun
 from autoshard.verification.part_errors import CANCELLED, Divergence, largest, relative_error
 from autoshard.verification.verify_plan import TOLERANCE, VerifyReport
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
+from passes.ir.torch_dtensor import whole_value
 
 
 @dataclass(frozen=True)

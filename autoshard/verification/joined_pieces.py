@@ -10,6 +10,7 @@ import torch
 
 from autoshard.verification.part_errors import largest, relative_error
 from cost_model.mesh import MeshSpec
+from passes.layout.layout import Span, nested_spans
 
 Index = tuple[slice | torch.Tensor, ...]
 _Way = int | str | tuple[str, int]
@@ -90,7 +91,9 @@ def parts_of(
     found: list[tuple[Mapping[str, int], Index]] = []
     for chosen in itertools.product(dims, repeat=len(mesh.names)):
         split = {axis: d for axis, d in zip(mesh.names, chosen, strict=True) if d is not None}
-        spans = [_span(whole, split, mesh, rank, d) for d in range(len(whole))]
+        spans = [
+            _span(length, [a for a in split if split[a] == d], mesh, rank) for d, length in enumerate(whole)
+        ]
         if [hi - lo for lo, hi in spans] == list(shape):
             index = tuple(slice(*span) for span in spans)
             found.append((split, index))
@@ -107,16 +110,9 @@ def parts_of(
     )
 
 
-def _span(
-    whole: torch.Size, split: Mapping[str, int], mesh: MeshSpec, rank: int, dim: int
-) -> tuple[int, int]:
-    """Where the rank's part of the dim begins and ends."""
-    lo, hi = 0, whole[dim]
-    for axis in (axis for axis in mesh.names if split.get(axis) == dim):
-        each = -(-(hi - lo) // mesh.size(axis))
-        start = min(hi, lo + each * mesh.linear_index(rank, [axis]))
-        lo, hi = start, min(hi, start + each)
-    return lo, hi
+def _span(length: int, axes: Sequence[str], mesh: MeshSpec, rank: int) -> Span:
+    """Where the rank's part of a dim begins and ends. axes: that split it, in the mesh's order."""
+    return nested_spans(length, tuple(map(mesh.size, axes)))[mesh.linear_index(rank, axes)]
 
 
 def place_by_values(

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from passes.capture.trees import Instance, Nest, TensorLeaf, Tree, flatten
-from passes.ir.torch_dtensor import as_loss_parallel, loss_parallel_noted
+from passes.ir.torch_dtensor import as_loss_parallel, loss_parallel_noted, whole_value
 
 Tangent = Callable[[int, torch.Tensor], torch.Tensor]
 """Place of an output, and the output -> its gradient."""
@@ -152,8 +151,3 @@ def _generators() -> torch.Tensor:
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return torch.cat(states)
-
-
-def whole_value(value: torch.Tensor) -> torch.Tensor:
-    """A DTensor's, gathered by all of its ranks; any other as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -175,13 +175,12 @@ def take_plain_tensors_as_replicated(device: torch.device) -> None:
 def take_gradients_of_dtensors() -> None:
     """From now on the gradient of a whole tensor that was a DTensor's may be a DTensor, as it is where that met others:
     `(p.full_tensor() * q).sum()`. `_ToTorchTensor` since 2.0."""
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._api import _ToTorchTensor
 
     torchs: Any = _ToTorchTensor.backward
 
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torchs(ctx, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+        return torchs(ctx, whole_value(gradient))
 
     if not hasattr(torchs, "of_dtensors"):
         backward.of_dtensors = True  # type: ignore[attr-defined]
@@ -238,6 +237,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, outside autograd; a plain tensor as it is. `to_local` checks more
     than a step should pay for per parameter. `_local_tensor` since torch 2.0."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def whole_value(value: Any) -> Any:
+    """Of a DTensor, gathered by all of its ranks; anything else as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def is_partial(tensor: Any) -> bool:

@@ -138,6 +138,14 @@ class Search:
                 self.around[other] = self._around(other)
 
 
+def with_messages(graph: Graph, messages: Messages, node: int) -> Array:
+    """[S] What each strategy of the node costs, with what the messages to it say of the rest."""
+    total = graph.cost[node].copy()
+    for other in graph.adjacent[node]:
+        total += messages[other, node]
+    return total
+
+
 def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> float:
     """Forbid, in place, what the messages prove to cost `cutoff` or more.
 
@@ -147,9 +155,7 @@ def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> floa
     room = cutoff - bound
     above: dict[int, Array] = {}
     for node in graph.cost:
-        total = graph.cost[node].copy()
-        for other in graph.adjacent[node]:
-            total += messages[other, node]
+        total = with_messages(graph, messages, node)
         above[node] = total - total.min()
     joint = {node: vector.copy() for node, vector in above.items()}
     least = float("inf")

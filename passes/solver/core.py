@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from .branches import Branches, descend, prune
+from .branches import Branches, descend, prune, with_messages
 from .graph import DeadEnd, Graph
 from .marginal import Relaxation, Relaxed
 from .passing import MessagePassing, Messages, bound_of
@@ -123,9 +123,9 @@ def likely(graph: Graph, messages: Messages, choices: Sequence[Mapping[int, int]
     """The part of `graph` that has only the strategies that are the best by messages, and those of `choices`, reduced.
     Raises DeadEnd."""
     kept: dict[int, Index] = {}
-    for node, cost in graph.cost.items():
-        total = sum((messages[other, node] for other in graph.adjacent[node]), cost)
-        some = {int(a) for a in np.argsort(total, kind="stable")[:LIKELY]}
+    for node in graph.cost:
+        best = np.argsort(with_messages(graph, messages, node), kind="stable")[:LIKELY]
+        some = {int(a) for a in best}
         kept[node] = np.array(sorted(some | {choice[node] for choice in choices}))
     return _part(graph, kept, deadline)
 
@@ -216,7 +216,8 @@ class _Connected:
         messages = settled = passing.zeros() if start is None else passing.packed(start)
         bound = new = -float("inf")
         quick = self.graph.entries() <= QUICK
-        stalled, left, least = 0, *((4, STALLED) if quick else (float("inf"), SLOWLY))
+        left, least = (4, STALLED) if quick else (float("inf"), SLOWLY)
+        stalled = 0
         decoded: list[dict[int, int]] = []
         # Once in any case: a search whose time is over before it began has a bound as well.
         # Messages have converged when the bound rose too little this many times in a row.
